@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from drafthead.heads.drafting.drafter import Drafter
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
-from drafthead.infer.engine.agreed_plan import agreed
+from drafthead.infer.engine.agreed_plan import AgreedPlan
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts
-from drafthead.infer.engine.planner import Planner
+from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.stepper import Stepper, steps_in_one_call
 from drafthead.infer.past import Memory, Past
 from drafthead.infer.verifiers import Verifier, verifier_for
@@ -54,9 +55,13 @@ class Method:
 def planner_of(run: BatchRun, target: Target, own: Planner) -> Planner:
     """A process's `own` planner for a batch, or where several share the target that of all of them.
 
-    Raises UserError for what they cannot agree on.
+    Raises UserError for an answer that is to end by the clock, which each of them has for itself.
     """
-    return agreed(own, run) if target.is_shared else own
+    if not target.is_shared:
+        return own
+    if run.request.max_seconds is not None:
+        raise UserError("max_time does not go with a target that several processes share")
+    return own if isinstance(own, FixedPlan) else AgreedPlan(own)
 
 
 def rule_of(run: BatchRun, target: Target, drafter: Drafter | None) -> Verifier:

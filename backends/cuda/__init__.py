@@ -1,7 +1,9 @@
-"""Kernels for CUDA devices, in Triton: attention of a token tree, and the moves after a verdict.
+"""Kernels for CUDA devices, in Triton: attention of a token tree, the moves after a verdict, and
+the largest logits.
 
 Importing them needs `triton`, which torch's builds for CUDA bring along.
 """
 
 # Nodes of a tree whose ancestors fit into the bits of one number.
 MOST_NODES = 64
+MOST_LARGEST = 64  # numbers of a row that `largest` finds

@@ -31,6 +31,7 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     tensors_of,
 )
 from drafthead.backends.cpu.recipes import UndescribedError
+from drafthead.backends.cuda import MOST_LARGEST
 from drafthead.backends.cuda.merged_products import MergedProducts
 from drafthead.backends.cuda.tree_kernels import KernelCache
 from drafthead.heads.substitution import Substituting, Substitution
@@ -40,7 +41,7 @@ from drafthead.heads.target.tree_cache import StepCache
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
 # One or several rows, one or several nodes, by masks and windows of layers.
 MOST_VARIANTS = 64
-MOST_LARGEST, LONG = 64, 1024  # what our kernel finds, and of how many numbers at least
+LONG = 1024  # numbers of a row, of which our kernel finds the largest; fewer are sorted as quickly
 # Why a layer stays uncompiled: what it is, torch's ways, or our reading of these.
 OBSTACLES = (
     UnlikeError, UndescribedError, TorchDynamoException, FailOnRecompileLimitHit, InductorError,

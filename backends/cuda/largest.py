@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-MOST = 64  # numbers of a row that can be asked for
+from drafthead.backends.cuda import MOST_LARGEST
+
 WIDTH = 2048  # of a block
 TOGETHER = 4096  # integers that one program sorts
 
@@ -55,7 +56,7 @@ def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     Of equals the first are taken. The numbers of a row lie side by side, V is less than 2^31.
     """
     rows = x.reshape(-1, x.shape[-1])
-    assert count <= MOST and count <= rows.shape[1]
+    assert count <= MOST_LARGEST and count <= rows.shape[1]
     kept = max(2, triton.next_power_of_2(count))
     width = max(WIDTH, triton.next_power_of_2(triton.cdiv(rows.shape[1] * kept, TOGETHER)))
     blocks = triton.cdiv(rows.shape[1], width)

@@ -39,17 +39,17 @@ class Ends(NamedTuple):
 
 
 @dataclass
-class Told:
-    """What the host is told of a commit's tokens: nothing until it has waited for their step."""
+class LateTokens:
+    """The tokens of a commit whose step may still run on the device."""
 
-    wait: Callable[[], list[list[int]]]
-    tokens: list[list[int]] | None = None  # of each row, once they are known
+    wait: Callable[[], list[list[int]]]  # for the step: the tokens of each row
+    known: list[list[int]] | None = None  # once the host has read them
 
     def now(self) -> list[list[int]]:
-        """The tokens, which the host waits for if it has to."""
-        if self.tokens is None:
-            self.tokens = self.wait()
-        return self.tokens
+        """The tokens of each row, after waiting for them if need be."""
+        if self.known is None:
+            self.known = self.wait()
+        return self.known
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Committed:
     # The target's cache of the whole batch, for drafters that read it. A proposal may write nodes
     # into it, which it discards.
     cache: TreeCache | None = None
-    told: Told | None = None  # where the host has the tokens later
+    late: LateTokens | None = None  # in place of `host_tokens`, where the step may still run
 
     @cached_property
     def ends(self) -> Ends:
@@ -85,8 +85,8 @@ class Committed:
     @cached_property
     def new_tokens(self) -> list[list[int]]:
         """Each row's tokens as lists; waits for the device only where the host has none."""
-        if self.told is not None:
-            return self.told.now()
+        if self.late is not None:
+            return self.late.now()
         if self.host_tokens is not None:
             return self.host_tokens
         pairs = zip(to_host(self.tokens), to_host(self.lengths), strict=True)
@@ -100,7 +100,7 @@ class Committed:
     @property
     def bounds(self) -> list[int]:
         """`counts`, or the most that they can be where the host would have to wait for them."""
-        if self.told is not None and self.told.tokens is None:
+        if self.late is not None and self.late.known is None:
             return [self.tokens.shape[1]] * len(self.tokens)
         return self.counts
 

@@ -1,1 +1,1 @@
-"""drafthead.heads.growing: how token trees are grown, by measured paths, level by level or by weight."""
+"""drafthead.heads.growing: growing trees by measured paths, level by level or by weight."""

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from drafthead.heads.drafting.drafter import Told
+from drafthead.heads.drafting.drafter import LateTokens
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import ColumnCache
@@ -29,8 +29,8 @@ class DraftCache(ColumnCache):
                 stores.append(weight.new_zeros(rows, weight.shape[0] // size, 0, size))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=self.keys[0].device)
         self.host_lengths = [0] * rows
-        # What of these is a bound yet: the lengths before, and what the host is told later.
-        self.open: tuple[list[int], Told] | None = None
+        # Where these are bounds as yet: the lengths before, and the tokens that are added.
+        self.open: tuple[list[int], LateTokens] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -38,12 +38,12 @@ class DraftCache(ColumnCache):
         return self.longest == 0
 
     def settle(self) -> None:
-        """Take over what the host has been told of the last commit."""
+        """Replace the bounds of the last commit by the lengths, once its tokens were read."""
         if self.open is None:
             return
-        before, told = self.open
-        if told.tokens is not None:
-            self.host_lengths = [n + len(new) for n, new in zip(before, told.tokens, strict=True)]
+        before, late = self.open
+        if late.known is not None:
+            self.host_lengths = [n + len(new) for n, new in zip(before, late.known, strict=True)]
             self.longest, self.open = max(self.host_lengths), None
 
     def commit_first(self, counts: torch.Tensor, host_counts: Sequence[int]) -> None:
@@ -82,14 +82,14 @@ class DraftCache(ColumnCache):
         lengths: torch.Tensor,
         host_counts: Sequence[int],
         path: torch.Tensor | None = None,
-        told: Told | None = None,
+        late: LateTokens | None = None,
     ) -> None:
         """Take over what a pass has committed, with the new lengths [B]; `path` as for `commit`.
 
-        With `told`, `host_counts` are bounds until the host is told the numbers, see `settle`.
+        With `late` tokens `host_counts` are bounds until these were read, see `settle`.
         """
-        if told is not None and told.tokens is None:
-            self.open = self.host_lengths, told
+        if late is not None and late.known is None:
+            self.open = self.host_lengths, late
         pairs = zip(self.host_lengths, host_counts, strict=True)
         self.host_lengths = [length + count for length, count in pairs]
         self.commit(path, lengths, max(self.host_lengths))

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, Ends, Told
+from drafthead.heads.drafting.drafter import Committed, Ends, LateTokens
 from drafthead.heads.host import Arriving
 from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
@@ -102,25 +102,24 @@ class Launched:
 
     result: StepResult
     table: Arriving  # of the result
-    num_nodes: int  # of its tree, as it was filled up
-    recipe_nodes: int  # and as it was proposed
-    told: Told | None = None  # by `read`, where the step was committed before
+    num_nodes: int  # of its tree, as it was proposed
+    late: LateTokens | None = None  # where it was committed before it was read
     outcome: Outcome | None = None  # once it was read
 
     def committed(self, cache: TreeCache) -> Committed:
         """What drafters receive of it while the device alone knows its tokens."""
-        self.told, result = Told(lambda: self.read().new_tokens), self.result
+        self.late, result = LateTokens(lambda: self.read().new_tokens), self.result
         # No model can read NO_TOKEN; a row that has it ends when the host reads it.
         ends = Ends(result.bonus.clamp_min(0), result.hidden)
         tokens, features = result.tokens.clamp_min(0), Features(result.last, result.taps)
-        return Committed(tokens, features, result.length, None, ends, told=self.told, cache=cache)
+        return Committed(tokens, features, result.length, None, ends, late=self.late, cache=cache)
 
     def read(self) -> Outcome:
         """What the step commits. This is the step's one synchronisation."""
         if self.outcome is None:
             self.outcome = Outcome.of(self.result, self.table.read(), is_moved=True)
-            if self.told is not None:
-                self.told.tokens = self.outcome.new_tokens
+            if self.late is not None:
+                self.late.known = self.outcome.new_tokens
         return self.outcome
 
 
@@ -247,7 +246,7 @@ class StepFunction:
             draws,
             filtered,
         )
-        return Launched(result, Arriving(result.table), recipe.num_nodes, proposed)
+        return Launched(result, Arriving(result.table), proposed)
 
     def _step(
         self,

@@ -192,7 +192,7 @@ class Stepper:
         """
         if self.target.memory is None or not isinstance(session, OnDevice):
             return False
-        is_known = self.run.random is None or launched.recipe_nodes == 1
+        is_known = self.run.random is None or launched.num_nodes == 1
         rows = self.run.batch.running_rows()
         return is_known and any(row.active and len(row.tokens) + 1 < row.limit for row in rows)
 
@@ -209,8 +209,8 @@ class Stepper:
         """Read what a step has brought, and commit it unless that was done."""
         with self.run.stats.phase("verify"):
             outcome = launched.read()
-        self.run.stats.verified_nodes += launched.recipe_nodes
-        return self.take(session, outcome, is_committed=launched.told is not None)
+        self.run.stats.verified_nodes += launched.num_nodes
+        return self.take(session, outcome, is_committed=launched.late is not None)
 
     def take(self, session: DraftSession, outcome: Outcome, is_committed: bool = False) -> Emitted:
         """Give rows what a step has brought; what had been committed is now known to the host."""

@@ -88,7 +88,7 @@ def answers_of(source: Ranked, sizes: Sequence[tuple[int, int]]) -> Iterator[Tra
     ranked, data = source
     counts = count_paths(ranked.ranks)
     trees = [tree_of(counts, *size) for size in sizes]
-    kinds, temperatures = (data.sequences.said(name) for name in ("category", "temperature"))
+    kinds, temperatures = (data.sequences.by_row(name) for name in ("category", "temperature"))
     rows = list(map(tuple, ranked.ranks.tolist()))
     numbers = range(len(rows))
 

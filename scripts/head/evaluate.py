@@ -2,13 +2,33 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from drafthead.heads.errors import UserError
 from drafthead.scripts import options
+
+if TYPE_CHECKING:
+    from drafthead.train.learning.evaluation import Evaluation
+
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file for what trees of each size accept, step by step: `explain pays` combines "
+        "it with what steps take on any machine."
+    ),
+]
+Saving = Annotated[
+    bool,
+    typer.Option(
+        "--save-acceptance",
+        help="Write what was accepted into the head's folder: decoding then begins with trees for "
+        "it. Training does so with its held-out answers.",
+    ),
+]
 
 
 def main(
@@ -22,21 +42,8 @@ def main(
     limit: options.AnswerLimit = 200,
     rows: options.Rows,
     output: options.JsonFile = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file for what trees of each size accept, step by step: `explain pays` "
-            "combines it with what steps take on any machine."
-        ),
-    ] = None,
-    save_acceptance: Annotated[
-        bool,
-        typer.Option(
-            "--save-acceptance",
-            help="Write what was accepted into the head's folder: decoding then begins with "
-            "trees for it. Training does so with its held-out answers.",
-        ),
-    ] = False,
+    trace: TraceFile = None,
+    save_acceptance: Saving = False,
 ) -> None:
     """Measure how well a head drafts answers that the target has written before.
 
@@ -46,7 +53,6 @@ def main(
     answers that the head was not trained on, one file for each kind of request: a head that drafts
     one kind well and another badly lacks training data of the other.
     """
-    from drafthead.heads.formats.drafthead import write_acceptance
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
     from drafthead.lab.diagnosis.examination import ranked_answers
@@ -62,9 +68,8 @@ def main(
     if save_acceptance:
         refuse_other_folder(head)
     target = model.load()
-    trained = load_head(head, target)
+    trained, weights = load_head(head, target), weights_fingerprint(target)
     tables = {source: read_answers(rows.reading(source, ROW, limit), target) for source in data}
-    weights = weights_fingerprint(target)
     for source, table in tables.items():
         check_writers(source, table.writers, model.target, weights)
     ranked = ranked_answers(trained, target, tables)
@@ -73,10 +78,7 @@ def main(
     for sentence in what_more_would_bring(head.parent if head.name == BEST_FOLDER else head):
         print(f"its training: {sentence}")
     if save_acceptance:
-        everywhere = Counter[tuple[int, ...]]()
-        for evaluation in found.values():
-            everywhere.update(evaluation.path_counts)
-        write_acceptance(head, everywhere)
+        save(head, found)
     if trace is not None:
         named = model.target, str(head), trained.family
         AcceptanceTrace(*named, *traced(list(ranked.values()))).write(trace)
@@ -95,3 +97,13 @@ def refuse_other_folder(head: Path) -> None:
             f"--save-acceptance writes into a folder that holds a head of our format, and {head} "
             "is none: make one of it with drafthead head import"
         )
+
+
+def save(head: Path, found: "Mapping[str, Evaluation]") -> None:
+    """Write what was accepted of all sources into the head's folder."""
+    from drafthead.heads.formats.drafthead import write_acceptance
+
+    everywhere = Counter[tuple[int, ...]]()
+    for evaluation in found.values():
+        everywhere.update(evaluation.path_counts)
+    write_acceptance(head, everywhere)

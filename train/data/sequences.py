@@ -115,10 +115,10 @@ class TokenTable(Sequence[TokenSequence]):
     @cached_property
     def categories(self) -> list[str | None]:
         """What kind of request each sequence is, where its row said so."""
-        return self.said("category")
+        return self.by_row("category")
 
-    def said(self, name: str) -> list[Any]:
-        """What the row of each sequence said of it in a column; None where it said nothing."""
+    def by_row(self, name: str) -> list[Any]:
+        """The value in a column of the row that each sequence is from; None where it has none."""
         return [self.data.data.column(name)[int(n)].as_py() for n in self.chosen]
 
     def _column(self, name: str) -> np.ndarray:

@@ -88,20 +88,21 @@ def rows_of_source(
     writers: set[Writer | None] = set()
     left_out, digest = LeftOut(strict=reading.strict), hashlib.sha256()
 
-    told: list[tuple[str | None, float | None]] = [(None, None)]  # of the sequences that come
+    # Of the conversation whose sequences come next.
+    latest: list[tuple[str | None, float | None]] = [(None, None)]
 
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The conversations, while it is noted who answered, and what it says of itself."""
+        """The conversations, while it is noted who answered, and its category and temperature."""
         for conversation in conversations:
             writers.add(conversation.writer)
-            told[0] = conversation.category, conversation.temperature
+            latest[0] = conversation.category, conversation.temperature
             yield conversation
 
     conversations = iter_conversations(
         reading.source, reading.prompt_column, reading.limit, left_out
     )
     found = fitted_rows(tokenizer, noted(conversations), reading, left_out)
-    rows = ((sequence, *told[0]) for sequence in found)
+    rows = ((sequence, *latest[0]) for sequence in found)
     while part := list(islice(rows, BATCH)):
         columns = columns_of(*map(list, zip(*part, strict=True)))
         add_to_digest(digest, columns)

@@ -301,7 +301,7 @@ class ParallelSession(LateReader, OnDevice):
             draws,
             growing,
         )
-        cache.advance(drafted.lengths, unread.bounds, told=unread.told)
+        cache.advance(drafted.lengths, unread.bounds, late=unread.late)
         self.before = drafted.before
         return drafted.tables
 

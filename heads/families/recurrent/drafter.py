@@ -147,7 +147,7 @@ class RecurrentSession(LateReader, OnDevice):
             after = drafted, drafter.told(seen_by_drafted, count), draws, budget
             self.root_guess, tables = drafter.read_and_grow_all(*given, *room, *after)
             assert cache.lengths is not None
-            cache.advance(cache.lengths + last.lengths, last.bounds, told=last.told)
+            cache.advance(cache.lengths + last.lengths, last.bounds, late=last.late)
         return tables.tree(budget.depth, drafter.width)
 
     def _grown_blindly(self, budget: Budget, draws: NextDraws | None) -> TokenTree:
