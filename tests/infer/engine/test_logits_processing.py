@@ -16,6 +16,7 @@ from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.request.options import read_options
 from drafthead.infer.request.processors import AnswerPenalty, processors_for
+from drafthead.infer.request_of import limit_of
 
 MAX_NEW = 20
 PROMPTS = random_prompts(3)  # of different lengths
@@ -385,17 +386,21 @@ def test_arguments_win_over_the_config() -> None:
     )
     options = read_options({"generation_config": config})
     assert options.sampling == SamplingConfig(0.5, 7, 1.0, 0.1)
-    assert options.limit(prompt_length=48) == 9, "new tokens take precedence, as in transformers"
+    assert limit_of(options, prompt_length=48) == 9, (
+        "new tokens take precedence, as in transformers"
+    )
     options = read_options(
         {"generation_config": config, "max_new_tokens": 5, "temperature": 0, "top_k": 0}
     )
     assert options.sampling == SamplingConfig(0, 0, 1.0, 0.1)
-    assert options.limit(48) == 5
+    assert limit_of(options, 48) == 5
     sampled = read_options({"generation_config": GenerationConfig(do_sample=True)})
     assert sampled.sampling == SamplingConfig(1.0)
-    assert read_options({"generation_config": GenerationConfig(max_length=50)}).limit(48) == 2
+    capped = read_options({"generation_config": GenerationConfig(max_length=50)})
+    assert limit_of(capped, 48) == 2
     for nothing in ({}, {"generation_config": None, "max_new_tokens": None, "temperature": None}):
-        assert read_options(nothing).sampling.greedy and read_options(nothing).limit(48) == 128
+        options = read_options(nothing)
+        assert options.sampling.greedy and limit_of(options, 48) == 128
 
 
 def test_a_models_own_settings_can_be_passed_on(target) -> None:
