@@ -301,15 +301,6 @@ def refuse_unlike(
         )
 
 
-def window_keys(num_layers: int, window: int) -> dict[str, Any]:
-    """The keys of transformers by which all layers slide by a window, or see all if it is 0."""
-    return {
-        "layer_types": [SLIDING if window else FULL] * num_layers,
-        "sliding_window": window or None,
-        "use_sliding_window": window > 0,
-    }
-
-
 def their_tensors(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """The tensors [...] of our head under the formats' names."""
     return {their_name(name): tensor for name, tensor in tensors.items()}

@@ -37,11 +37,16 @@ from drafthead.heads.formats.block_parallel import (
     refuse_unlike,
     replayed,
     their_tensors,
-    window_keys,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Keys, TargetLayers, our_taps
-from drafthead.heads.formats.layers import SLIDING, layer_keys, num_layers_of, with_output_bias
+from drafthead.heads.formats.layers import (
+    SLIDING,
+    layer_keys,
+    num_layers_of,
+    window_keys,
+    with_output_bias,
+)
 
 
 def default_ids(num_target_layers: int, num_layers: int) -> list[int]:

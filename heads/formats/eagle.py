@@ -27,10 +27,10 @@ from drafthead.heads.formats.keys import WRITTEN, Keys, Parts, Place, Reasons, V
 from drafthead.heads.formats.layers import (
     LayerKeys,
     PlainLayers,
+    common_window,
     layer_keys,
     layer_options,
     num_layers_of,
-    refuse_windows,
 )
 
 QUERY, EMBEDDING = "layers.0.self_attn.q_proj.weight", "embed_tokens.weight"
@@ -94,6 +94,7 @@ class Eagle(WritableFormat):
     def written(self, export: Export) -> Written:
         """Weights with the head's embedding or a copy of the target's, and a configuration."""
         config, stored = export.config, export.tensors
+        self.refuse_options(config, {"window": (0,)})
         self.refuse_layers(config)
         if EMBEDDING not in stored:
             target = self.needed_target(export, "a copy of the target's embedding")
@@ -155,10 +156,10 @@ def config_of(checkpoint: Checkpoint, place: Place, keys: EagleKeys) -> EagleCon
     checkpoint.check_flag("bias", keys.bias, has_bias)
     num_layers = num_layers_of(tensors)
     keys.check(num_hidden_layers=num_layers)
-    refuse_windows(checkpoint.config_file, keys, num_layers)
     return EagleConfig(
         **layer_options(checkpoint, place, keys, "layers.0."),
         num_layers=num_layers,
+        window=common_window(checkpoint.config_file, keys, num_layers),
         depth=keys.drafthead_depth or USUAL_DEPTH,
         fc_bias=has_bias,
     )

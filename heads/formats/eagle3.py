@@ -49,11 +49,11 @@ from drafthead.heads.formats.layers import (
     FullLayerKeys,
     LayerKeys,
     PlainLayers,
+    common_window,
     draft_vocabulary,
     layer_keys,
     layer_options,
     num_layers_of,
-    refuse_windows,
     spread_over,
     with_output_bias,
     without_output_bias,
@@ -174,12 +174,12 @@ def read_eagle3(
     if "lm_head.weight" not in found and keys.tie_word_embeddings:
         found["lm_head.weight"] = checkpoint.load(EMBEDDINGS)
     num_layers = num_layers_of(found)
-    refuse_windows(checkpoint.config_file, keys, num_layers)
     notes = count_layers(keys, first_layer, num_layers)
     head_config = Eagle3Config(
         **shape,
         vocab_size=vocab,
         num_layers=num_layers,
+        window=common_window(checkpoint.config_file, keys, num_layers),
         target_hidden_size=width,
         taps=taps or (),
         tap_norm=tap_norm_of(tensors),
@@ -393,6 +393,8 @@ def run(
     """All layers over embeddings and states [T, D], causally: [T, D]."""
     positions = torch.arange(len(states))
     mask = torch.ones(len(states), len(states), dtype=torch.bool).tril()
+    if layers.config.get("use_sliding_window"):
+        mask = mask.triu(1 - layers.config["sliding_window"])
     hidden = states
     for index in range(num_layers_of(layers.tensors)):
         layer = f"layers.{index}."
@@ -432,6 +434,7 @@ PLAIN = {
     "qk_norm": (False,),
     "attention_bias": (False,),
     "mask_token": (None,),
+    "window": (0,),
 }
 
 
@@ -511,7 +514,7 @@ class Eagle3Vllm(Eagle3Files):
     def written(self, export: Export) -> Written:
         """The head; raises UserError naming an option that vLLM lacks."""
         config: Eagle3Config = export.config
-        self.refuse_options(config, {"mask_token": (None,)})
+        self.refuse_options(config, {"mask_token": (None,), "window": (0,)})
         self.refuse_taps(config, export.facts.num_layers)
         ids = [layer + 1 for layer in config.taps]
         described = {

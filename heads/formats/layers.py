@@ -141,15 +141,29 @@ def window_hides(keys: LayerKeys, window: int) -> bool:
     return not 0 < keys.max_position_embeddings <= window
 
 
-def refuse_windows(file: Path, keys: LayerKeys, num_layers: int) -> None:
-    """Raise UserError for layers that see only a window, which EAGLE's layers here do not have."""
-    if kinds_of_layers(keys, num_layers) == {FULL} or not window_hides(keys, keys.sliding_window):
-        return
-    raise UserError(
-        f"{file}: layer_types is {shown(keys.layer_types)} with a sliding_window of "
-        f"{keys.sliding_window}, but layers of EAGLE heads see everything here; train it with full "
-        "attention, or serve it with the software that trained it"
-    )
+def common_window(file: Path, keys: LayerKeys, num_layers: int) -> int:
+    """The window by which all layers of a recurrent head slide, 0 if they see everything.
+
+    Raises UserError where only some layers slide, and for a window without a size.
+    """
+    kinds, window = kinds_of_layers(keys, num_layers), keys.sliding_window
+    if kinds == {FULL} or not window_hides(keys, window):
+        return 0
+    if kinds != {SLIDING} or not window:
+        raise UserError(
+            f"{file}: layer_types is {shown(keys.layer_types)} with a sliding_window of {window}, "
+            "but our layers slide all or none, by a window with a size"
+        )
+    return window
+
+
+def window_keys(num_layers: int, window: int) -> dict[str, Any]:
+    """The keys of transformers by which all layers slide by a window, or see all if it is 0."""
+    return {
+        "layer_types": [SLIDING if window else FULL] * num_layers,
+        "sliding_window": window or None,
+        "use_sliding_window": window > 0,
+    }
 
 
 class FullLayerKeys(LayerKeys):

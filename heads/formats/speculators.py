@@ -37,7 +37,7 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
     only,
 )
-from drafthead.heads.formats.layers import SLIDING, layer_keys, with_output_bias
+from drafthead.heads.formats.layers import SLIDING, layer_keys, window_keys, with_output_bias
 from drafthead.heads.target.target import Target
 
 KIND = "speculators_model_type"
@@ -188,6 +188,7 @@ class Speculators(WritableFormat):
             LAYERS: {
                 "model_type": "qwen3" if config.qk_norm else "llama",
                 **layer_keys(config, config.num_layers, config.vocab_size),
+                **window_keys(config.num_layers, config.window),
             },
         }
 
@@ -209,7 +210,7 @@ class Speculators(WritableFormat):
             LAYERS: {
                 "model_type": "qwen3",
                 **layer_keys(config, config.num_layers, config.vocab_size),
-                **block_parallel.window_keys(config.num_layers, window),
+                **window_keys(config.num_layers, window),
             },
         }
 

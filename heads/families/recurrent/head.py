@@ -25,6 +25,7 @@ from drafthead.heads.objectives.losses import (
     depth_weights,
 )
 from drafthead.heads.target.features import Features
+from drafthead.heads.target.masks import LayerKind
 from drafthead.heads.target.target import Target
 
 
@@ -38,10 +39,11 @@ class RecurrentConfig(LayerConfig):
     ttt_steps: ForTraining[int] = 5  # training-time test: steps that training unrolls, 1 for none
     depth_decay: ForTraining[float] = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
     loss: ForTraining[str] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    window: int = 0  # positions that layers see, their own and those before it; 0: all
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.depth < 1:
-            raise ValueError("num_layers and depth must be at least 1")
+        if self.num_layers < 1 or self.depth < 1 or self.window < 0:
+            raise ValueError("num_layers and depth must be at least 1, and window at least 0")
         if not 1 <= self.ttt_steps <= self.depth:
             raise ValueError(
                 f"ttt_steps must lie in 1 to depth ({self.depth}), got {self.ttt_steps}"
@@ -98,6 +100,10 @@ class RecurrentHead(HeadByDepth):
         store: LayerStore,
     ) -> torch.Tensor:
         """The outputs [B, T, D]; `store` takes the keys and values of each layer."""
+        if self.config.window:
+            # What a position sees follows each other, so ranks among it are positions.
+            reach = LayerKind("sliding_attention", self.config.window)
+            mask = mask & ~reach.hides(mask.cumsum(-1) - 1)
         hidden = self.layer_inputs(embeds, states)
         for index, layer in enumerate(self.layers):
             hidden = (layer(*hidden, rotation, mask, partial(store, index)),)

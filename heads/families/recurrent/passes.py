@@ -307,6 +307,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         grown = drafted, keys, values, draws, budget
         return guess, self._grow_all(guess, roots, committed, seen_by_drafted, *grown)
 
+    def prepare(self, target: Target | None) -> None:
+        """Draft compiled from now on; layers with a window read masks, which can be cut."""
+        super().prepare(target)
+        if self.head.config.window:
+            self.kernels = None
+
     def compile(self, target: Target | None = None) -> None:
         """Compile the passes over committed positions and over drafted nodes."""
         self.prepare(target)

@@ -42,6 +42,7 @@ VARIANTS = {
         "eagle3",
         {"tap_norm": "joint", "norm_before_residual": True, "output": "sliced", "loss": "hard"},
     ),
+    "eagle3-window": ("eagle3", {"window": 4, "num_layers": 2}),
     "eagle3-narrow": ("eagle3", {"hidden_size": 16, "draft_vocab_size": 20, "loss": "hard"}),
 }
 

@@ -315,8 +315,12 @@ def test_sliding_layers_of_speculators_are_causal(
     assert (found.causal, found.window) == (causal, window)
 
 
-def test_layers_of_eagle_heads_that_slide_are_refused(copied, whole) -> None:
+def test_the_window_of_an_eagle_head_is_read_as_speculators_writes_it(copied, whole) -> None:
     folder = copied("speculators eagle3")
     reconfigured(folder, lambda c: c[LAYERS].update(layer_types=["sliding_attention"], **WINDOW))
-    with pytest.raises(UserError, match="layers of EAGLE heads see everything here; train it with"):
+    assert read(folder, whole).window == 9
+    reconfigured(folder, lambda c: c[LAYERS].update(sliding_window=10**6))
+    assert read(folder, whole).window == 0  # longer than the context
+    reconfigured(folder, lambda c: c[LAYERS].update(sliding_window=None))
+    with pytest.raises(UserError, match="by a window with a size"):
         load_head(folder, target_of(whole))

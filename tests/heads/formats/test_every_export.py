@@ -106,6 +106,8 @@ OWN = [
     Written("four taps", "speculators", "eagle3", {"taps": (-1, 0, 3, 7), "tap_norm": "joint"}),
     Written("biases", "speculators", "eagle3", {"attention_bias": True, "num_layers": 2}),
     Written("P-EAGLE", "speculators", "eagle3", {"mask_token": 5, "num_layers": 2}),
+    Written("EAGLE window", "speculators", "eagle3", {"window": 3, "num_layers": 2}),
+    Written("P-EAGLE window", "speculators", "eagle3", {"mask_token": 5, "window": 3}),
     Written(
         "own embeddings", "speculators", "eagle3",
         {"mask_token": 5, "embeddings": "own", "draft_vocab_size": 40, **EAGLE3},
