@@ -67,10 +67,10 @@ class AgreedPlan(Planner):
         assert messages[0] is not None
         return messages[0]
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
         """Only who decides needs to know."""
         if self.decides:
-            self.own.learn(accept_lengths, seconds)
+            self.own.learn(accept_lengths, seconds, columns)
 
     def finish(self) -> None:
         """Likewise."""

@@ -28,6 +28,7 @@ class Row:
     finish_reason: FinishReason | None = None  # None while the row needs more tokens
     accept_lengths: list[int] = field(default_factory=list)
     reused: int = 0  # positions of the prompt that were read before
+    prompt_length: int = 0  # tokens
 
     @property
     def failed(self) -> bool:
@@ -163,6 +164,8 @@ class BatchRun:
         self.most_rows = most_rows or len(request.prompts)
         self.rows_fail_alone = most_rows is not None  # those that joined belong to others
         self.batch = Batch(request.limits, request.end_ids, request.stops)
+        for row, prompt in zip(self.batch.rows, request.prompts, strict=False):
+            row.prompt_length = len(prompt)
         self.stats = DecodeStats()
         self._count_rows()
         self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
@@ -176,6 +179,12 @@ class BatchRun:
         self.stats.accept_lengths = [row.accept_lengths for row in self.batch.rows]
         # The first token is the prompt pass's.
         self.stats.decoded_tokens = [max(0, len(row.tokens) - 1) for row in self.batch.rows]
+
+    @property
+    def columns(self) -> int:
+        """Tokens of prompt and answer of an active row, on average; 0 if all have ended."""
+        rows = [row for row in self.batch.running_rows() if row.active]
+        return sum(row.prompt_length + len(row.tokens) for row in rows) // max(1, len(rows))
 
     @property
     def greedy(self) -> bool:

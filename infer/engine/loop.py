@@ -78,7 +78,7 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
                 stepper.lead_on(session, launched)
                 stepper.ahead = stepper.launch(planner.draft(propose, ahead=True))
             emitted = stepper.finish(session, launched)
-        planner.learn(run.last_lengths, elapsed())
+        planner.learn(run.last_lengths, elapsed(), run.columns)
         # Only at the end of a batch is anything written to the disk.
         if not run.batch.running:
             planner.finish()

@@ -20,6 +20,7 @@ al., 2016, arXiv 1602.04282), the other for what trials have lost against the be
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
@@ -105,8 +106,11 @@ class Planner(ABC):
         """
 
     @abstractmethod
-    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
-        """Record the step that was drafted for: tokens committed in each active row, its time."""
+    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
+        """Record the step that was drafted for: tokens committed in each active row, its time.
+
+        `columns` is what rows have before the next step, see `BatchRun.columns`; 0: not known.
+        """
 
     @property
     def knows_next(self) -> bool:
@@ -132,7 +136,7 @@ class FixedPlan(Planner):
         """Always."""
         return True
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
         """Nothing to learn."""
 
 
@@ -185,6 +189,12 @@ class AdaptivePlan:
         # Plain steps that may still be lost: by drafts against plain decoding, and by trials
         # against the best size.
         self.draft_account = self.trial_account = settings.first_loss
+
+    def go_on_from(self, other: Self) -> None:
+        """Begin with what drafts of the same decodings were found to bring, at other costs."""
+        with other.costs.lock:
+            self.acceptance, self.calibration = deepcopy((other.acceptance, other.calibration))
+            self.draft_account, self.trial_account = other.draft_account, other.trial_account
 
     def best(self) -> Size:
         """The smallest size that promises nearly as many tokens per second as the best."""
@@ -385,9 +395,18 @@ def both(free: Sequence[float], own: Sequence[float]) -> float:
 class PlannedDecoding(Planner):
     """One decoding under a plan that it shares with others."""
 
-    def __init__(self, plan: AdaptivePlan, on_finish: Callable[[], object] = lambda: None):
-        """`on_finish` is called after the last step."""
-        self.plan, self.on_finish = plan, on_finish
+    def __init__(
+        self,
+        plan: AdaptivePlan,
+        on_finish: Callable[[], object] = lambda: None,
+        plan_at: Callable[[int], AdaptivePlan] | None = None,
+    ):
+        """`on_finish` is called after the last step.
+
+        `plan_at` is asked for the plan of steps at so many columns, where these have plans of their
+        own: a long answer goes on with another one than it has begun with.
+        """
+        self.plan, self.on_finish, self.plan_at = plan, on_finish, plan_at
         self.run: Run | None = None  # the current one
         self.free_nodes = FIRST_FREE_NODES
         self.unused = 0  # free drafts in a row that did not pay
@@ -447,7 +466,7 @@ class PlannedDecoding(Planner):
         run.lost += prices.free[self.plan.free.index(size)]
         return free.best(size.nodes)
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
         """Record a step; after the last one of a run the plan chooses again."""
         run = self.run
         assert run is not None
@@ -461,6 +480,8 @@ class PlannedDecoding(Planner):
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:
             self.plan.record(run)
+            if self.plan_at is not None and columns:
+                self.plan = self.plan_at(columns)
             self.run = self.plan.next_run(run)
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
@@ -35,9 +35,11 @@ from drafthead.infer.verifiers import Verifier
 logger = logging.getLogger(__name__)
 
 # Goes up when steps change or their costs are stored in another way: older files are not read.
-COSTS_VERSION = 7
+COSTS_VERSION = 8
 # Change of the logarithm of a size's cost, in plain steps, that is worth writing to disk.
 NOTICEABLE = math.log(1.1)
+# Tokens before a step up to which contexts count as one length.
+FEWEST_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class StepKind:
     rows: int  # see `rows_that_share`
     filters: bool  # top-k, top-p, ...
     processors: bool
+    columns: int = FEWEST_COLUMNS  # see `columns_that_share`
 
     @classmethod
     def of(cls, run: BatchRun, rule: Verifier) -> "StepKind":
@@ -56,18 +59,27 @@ class StepKind:
         if request.beams is not None:
             name, rows = f"{request.beams.num_beams} beams", rows * request.beams.num_beams
         rows = rows_that_share(rows)
-        return cls(name, rows, not request.sampling.whole, bool(request.processors))
+        filters, processors = not request.sampling.whole, bool(request.processors)
+        return cls(name, rows, filters, processors, columns_that_share(run.columns))
 
     def distance(self, other: "StepKind") -> float:
-        """How much another kind differs: 1 for each property, and for each doubling of the rows."""
-        mine, others = astuple(self), astuple(other)
-        differing = sum(a != b for a, b in zip(mine, others, strict=True))
-        return differing - (self.rows != other.rows) + abs(math.log2(self.rows / other.rows))
+        """How much another kind differs: 1 for each property, or each doubling of a number."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return sum(abs(math.log2(a / b)) if type(a) is int else a != b for a, b in pairs)
 
 
 def rows_that_share(batch: int) -> int:
     """The number of rows as which a batch counts: 3 rows and 4 share what they learn."""
     return 2 ** (batch - 1).bit_length()
+
+
+def columns_that_share(columns: int) -> int:
+    """The context as which one of so many tokens counts: 1,100 and 2,000 share what they learn.
+
+    Each query of a tree reads all columns, a plain step reads them once: the longer the text, the
+    dearer are trees beside plain steps.
+    """
+    return max(FEWEST_COLUMNS, 2 ** (columns - 1).bit_length())
 
 
 class Plans:
@@ -121,17 +133,26 @@ class Plans:
             return self.by_kind[kind]
 
     def plan(self, kind: StepKind, temperature: float) -> AdaptivePlan:
-        """The plan of all decodings like this one."""
+        """The plan of all decodings like this one; at first it knows what other contexts know."""
         key = kind, round(temperature, 1)
         with self.lock:
             if key not in self.plans:
                 settings = DEFAULT_SETTINGS.for_rows(kind.rows)
-                self.plans[key] = AdaptivePlan(self.costs(kind), settings)
+                plan = AdaptivePlan(self.costs(kind), settings)
+                near = [k for k in self.plans if (replace(k[0], columns=kind.columns), k[1]) == key]
+                if near:
+                    plan.go_on_from(self.plans[min(near, key=lambda k: kind.distance(k[0]))])
+                self.plans[key] = plan
             return self.plans[key]
 
     def planner(self, kind: StepKind, temperature: float) -> Planner:
         """What chooses the sizes of one decoding."""
-        return PlannedDecoding(self.plan(kind, temperature), self.keep)
+
+        def plan_at(columns: int) -> AdaptivePlan:
+            """The plan of the same decoding at so many columns."""
+            return self.plan(replace(kind, columns=columns_that_share(columns)), temperature)
+
+        return PlannedDecoding(self.plan(kind, temperature), self.keep, plan_at)
 
     def keep_timed(self, kind: StepKind) -> None:
         """Write what steps of a kind were timed at to disk."""
@@ -200,7 +221,8 @@ def entries_in(path: Path) -> list[dict[str, Any]]:
 def kind_from(entry: Mapping[str, Any]) -> StepKind:
     """The kind of an entry; may raise any of DAMAGE."""
     kind = StepKind(**entry["kind"])
-    if not isinstance(kind.rule, str) or type(kind.rows) is not int or kind.rows < 1:
+    numbers = kind.rows, kind.columns
+    if not isinstance(kind.rule, str) or any(type(n) is not int or n < 1 for n in numbers):
         raise ValueError("no kind of steps")
     return kind
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.draft_acceptance import Size
+from drafthead.infer.request.options import Options
 from drafthead.infer.timing import plans as plans_module
 from drafthead.infer.timing.plans import Plans, StepKind, costs_file, in_plain_steps
 from drafthead.infer.timing.step_timing import VISIT_STEPS
+from drafthead.infer.verifiers import verifier_for
 
 DRAFTER = PromptLookup(2)
 DRAFTER.budgets = chain_budgets(2)
@@ -134,6 +138,49 @@ def test_a_new_rule_begins_with_the_costs_of_the_same_rows() -> None:
     greedy = StepKind("greedy", 4, filters=False, processors=False)
     match = StepKind("match", 4, filters=True, processors=False)
     assert match.distance(greedy) == 2 < match.distance(StepKind("match", 32, True, False)) == 3
+
+
+# ---- long contexts ------------------------------------------------------------------------------
+
+
+def test_a_long_text_makes_no_draft_dear_for_short_ones(target) -> None:
+    """After thousands of tokens drafts are not worth their time; the next answer is short again."""
+    plans = Plans(target, DRAFTER)
+    set_timed(plans, KIND, CHEAP)
+    planner = plans.planner(KIND, 0.0)
+    for columns in range(200, 5000, 8):
+        size = size_of(planner)
+        took = 5.0 if size is not None and columns > 1024 else 1.0
+        planner.learn([1 + (size.depth if size else 0)], took, columns)
+    assert size_of(planner) is None, "drafts cost five plain steps"
+    planner.finish()
+    assert size_of(plans.planner(KIND, 0.0)) is not None
+    assert {kind.columns for kind in plans.by_kind} == {1024, 2048, 4096, 8192}
+
+
+def test_a_longer_context_begins_with_what_drafts_were_found_to_bring(target) -> None:
+    plans = Plans(target, DRAFTER)
+    set_timed(plans, KIND, CHEAP)
+    planner = plans.planner(KIND, 0.0)
+    for _ in range(200):
+        size_of(planner)
+        planner.learn([1], 1.0, 1024)  # nothing is ever accepted
+    longer = plans.plan(replace(KIND, columns=2048), 0.0)
+    near = plans.plan(KIND, 0.0)
+    assert longer.acceptance.tokens() == pytest.approx(near.acceptance.tokens())
+    assert longer.draft_account == near.draft_account
+
+
+def test_the_context_of_a_batch_is_that_of_its_active_rows(target) -> None:
+    request = Decoder(target).request([[3, 4, 5], [3] * 201], Options(max_new_tokens=8))
+    run, two = BatchRun(request, target.device), StepKind("greedy", 2, False, False)
+    assert run.columns == 102 and StepKind.of(run, verifier_for("auto", 0.0)) == two
+    run.batch.take([[9], [9]])
+    assert run.columns == 103
+    run.batch.rows[0].finish_reason = "length"
+    assert run.columns == 202
+    run.batch.end("length")
+    assert run.columns == 0
 
 
 # ---- a busy hour --------------------------------------------------------------------------------
