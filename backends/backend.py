@@ -14,6 +14,9 @@ from drafthead.backends.cuda.compiled_layers import Fused
 from drafthead.heads.backend import NOTHING, Backend, no_variant
 from drafthead.heads.dims import Spec
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.sampling import draw
+
+KEPT_DRAWS = "drafthead.backends.cuda.kept_draws"
 
 
 class CompilingBackend(Backend):
@@ -47,6 +50,10 @@ class CompilingBackend(Backend):
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """Our kernel where there is one."""
+        if self.device.type == "cuda" and operation is draw:
+            with suppress(ImportError):  # without Triton filters sort
+                found: Callable[..., Any] = import_module(KEPT_DRAWS).draw
+                return found
         return replacement_of(operation, self.has_kernels)
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:

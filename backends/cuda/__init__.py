@@ -1,5 +1,5 @@
-"""Kernels for CUDA devices, in Triton: attention of a token tree, the moves after a verdict, and
-the largest logits.
+"""Kernels for CUDA devices, in Triton: attention of a token tree, the moves after a verdict, the
+largest logits, and draws under filters.
 
 Importing them needs `triton`, which torch's builds for CUDA bring along.
 """

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from drafthead.backends.cuda import tree_attention as module
 from drafthead.backends.cuda.commit import CacheTable, commit
+from drafthead.backends.cuda.kept_draws import first_kept
 from drafthead.backends.cuda.tree_attention import Blocks
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -95,4 +96,12 @@ def test_moves_spill_no_registers(compiled: list, tmp_path: Path) -> None:
     states = [torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16) for _ in range(4)]
     numbers = torch.ones(2, dtype=torch.long)
     commit(CacheTable(states), torch.zeros(2, 16, dtype=torch.long), numbers, numbers)
+    check_resources(*compiled, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_draws_spill_no_registers(dtype: torch.dtype, compiled: list, tmp_path: Path) -> None:
+    logits = torch.zeros(1, 4, 128_256, dtype=dtype)
+    speeds = logits.float()
+    first_kept(logits, speeds[..., :1], speeds, torch.ones(4))
     check_resources(*compiled, tmp_path)

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+KERNELS = ["tree_attention", "commit", "largest", "kept_draws", "registration"]
 
 
 @pytest.mark.parametrize(
     ("device", "names"),
     [
-        ("cpu", ["tree_attention", "commit", "largest", "registration", "decoding"]),
+        ("cpu", [*KERNELS, "decoding"]),
         ("none", ["compiled"]),
-        pytest.param(
-            "cuda", ["tree_attention", "commit", "largest", "registration"], marks=pytest.mark.gpu
-        ),
+        pytest.param("cuda", KERNELS, marks=pytest.mark.gpu),
     ],
     ids=["interpreted", "compiled", "on a GPU"],
 )

@@ -1,0 +1,79 @@
+"""Draws from what filters leave, against those of a sorted row; see conftest.py."""
+
+import pytest
+import torch
+
+from drafthead.backends.backend import CompilingBackend
+from drafthead.backends.cuda import kept_draws
+from drafthead.backends.cuda.kept_draws import draw, first_kept
+from drafthead.heads import sampling
+from drafthead.heads.sampling import NO_TOKEN, SamplingConfig, probabilities
+
+DEVICE = torch.device("cpu" if not torch.cuda.is_available() else "cuda")
+LAWS = [
+    SamplingConfig(0.7, top_p=0.9),
+    SamplingConfig(1.0, top_p=1e-6),
+    SamplingConfig(1.5, top_p=0.9999),
+    SamplingConfig(0.05, top_p=0.5),
+    SamplingConfig(1.0, top_k=1),
+    SamplingConfig(1e-30, top_k=5, top_p=0.9),
+    SamplingConfig(1.3, top_k=20, top_p=0.5, min_p=0.02),
+    SamplingConfig(1.0, top_k=89, top_p=0.8),
+    SamplingConfig(2.0, min_p=0.1),
+    SamplingConfig(3.0, top_k=100),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch) -> None:
+    """What an interpreter reads quickly; the last one is not full."""
+    monkeypatch.setattr(kept_draws, "WIDTH", 64)
+
+
+def case(dtype: torch.dtype) -> torch.Tensor:
+    """Logits [8, 2, 90], a half of them with many ties, of 0 and -0 as well, and one forbidden."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(8, 2, 90, generator=generator)
+    logits[:4] = logits[:4].round()
+    logits[..., 11] = -torch.inf
+    return logits.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_the_first_of_what_is_kept_is_found(law: SamplingConfig, dtype: torch.dtype) -> None:
+    """Where the quickest tokens are mostly not kept, and by the speeds of races."""
+    logits, settings = case(dtype)[:, :1], law.settings(DEVICE)
+    generator = torch.Generator().manual_seed(1)
+    kept = probabilities(logits, law) > 0
+    has_mass = probabilities(logits, SamplingConfig(law.temperature)) > 0
+    speeds = torch.rand(logits.shape, generator=generator).to(DEVICE) * has_mass
+    found = first_kept(logits, logits.float().amax(-1, True), speeds, settings)
+    assert found.equal((speeds * kept).argmax(-1))
+    keys = torch.arange(8, device=DEVICE)[:, None]
+    given = keys, keys, keys, settings, True
+    assert draw(logits, *given).equal(sampling.draw(logits, *given))
+
+
+def test_a_row_is_drawn_alike_alone_and_in_a_tree_and_without_filters_by_torch() -> None:
+    logits, law = case(torch.bfloat16), LAWS[0]
+    keys, settings = torch.arange(16, device=DEVICE).view(8, 2), law.settings(DEVICE)
+    together = draw(logits, keys, keys, keys, settings, True)
+    alone = draw(logits[:, 1:], *[keys[:, 1:]] * 3, settings, True)
+    assert together[:, 1:].equal(alone)
+    given = keys, keys, keys, SamplingConfig(1.0).settings(DEVICE), False
+    assert draw(logits, *given).equal(sampling.draw(logits, *given))
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_logits_without_a_law_give_no_token(odd: float) -> None:
+    logits = torch.zeros(3, 1, 70, device=DEVICE)
+    logits[1, :, 3 if odd != -torch.inf else slice(None)] = odd
+    keys, settings = torch.arange(3, device=DEVICE)[:, None], LAWS[0].settings(DEVICE)
+    drawn = draw(logits, keys, keys, keys, settings, True)
+    assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all()
+
+
+def test_steps_on_a_gpu_draw_by_the_kernel() -> None:
+    backend = CompilingBackend(torch.device("cuda"), torch.bfloat16, fuses=False)
+    assert backend.replacement_of(sampling.draw) is draw
