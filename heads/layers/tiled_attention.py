@@ -1,4 +1,4 @@
-"""Attention under a mask that hides most keys, on a CPU: only what a few queries see is computed.
+"""Attention under masks in training: on a CPU only what a few queries see is computed.
 
 A mask of packed conversations, or of a head's steps from many anchors, hides most of what it
 covers, and torch's kernel for CPUs computes all of it. Here neighbouring queries are a tile, whose
@@ -8,18 +8,25 @@ keys are those that any of them sees. Two tiles of two queries::
     1 1 . . . .
     . . 1 . . .   the keys 2, 3 and 5
     . . 1 1 . 1
+
+On a GPU two things cost more than the mask. Most of torch's kernels that need not write out all
+scores take no keys that query heads share, so keys are copied: the scores of 2,048 tokens and 32
+heads are 512 MB of float32 for each row and step of a head. And cuDNN prepares itself for each
+shape anew, while hardly two batches have one shape, so others compute.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from drafthead.heads.substitution import Substituting, Substitution
 
 TILE = 64  # queries; of 32 to 128 the quickest for rows of 768 tokens
 FEWEST_SCORES = 2**16  # of a row's mask that is worth tiling
+UNPREPARED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -93,18 +100,50 @@ def columns_of(states: torch.Tensor, columns: slice | torch.Tensor) -> torch.Ten
     return states.index_select(2, columns)
 
 
+def has_mask(
+    queries: torch.Tensor,  # [B, H, T, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Whether attention is under a mask."""
+    return attn_mask is not None
+
+
+def attend_on_gpu(
+    queries: torch.Tensor,  # [B, H, T, head_dim]
+    keys: torch.Tensor,  # [B, Hkv, S, head_dim]
+    values: torch.Tensor,  # as keys
+    *others: Any,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention [B, H, T, head_dim], with the arguments of torch's function."""
+    if enable_gqa:
+        heads = queries.shape[1] // keys.shape[1]
+        keys, values = (states.repeat_interleave(heads, dim=1) for states in (keys, values))
+    with sdpa_kernel(UNPREPARED):
+        return scaled_dot_product_attention(queries, keys, values, *others, **options)
+
+
 class TiledAttention(Substituting):
-    """A context in which attention under large masks [B, 1, T, S] on a CPU is computed in tiles.
+    """A context in which attention under large masks [B, 1, T, S] on a CPU is computed in tiles,
+    and on a GPU as it suits training there.
 
     It reaches calls of `scaled_dot_product_attention` in any model, such as a target of
-    transformers. What is returned differs by rounding. On another device it replaces nothing.
+    transformers. What is returned differs by rounding.
     """
 
     def __init__(self, device: torch.device):
-        row = Substitution(
-            scaled_dot_product_attention, self._attend, self._can_be_tiled, is_kernel=False
-        )
-        super().__init__([row] if device.type == "cpu" else [])
+        ways = {
+            "cpu": (self._attend, self._can_be_tiled),
+            "cuda": (attend_on_gpu, has_mask),
+        }
+        way = ways.get(device.type)
+        operation = scaled_dot_product_attention
+        super().__init__([] if way is None else [Substitution(operation, *way, is_kernel=False)])
         # By address. The masks are kept, so that no other one can come to the address of one.
         self.known: dict[tuple[object, ...], tuple[torch.Tensor, list[Tile] | None]] = {}
 

@@ -90,8 +90,14 @@ def test_small_masks_and_calls_without_one_are_left_alone() -> None:
     torch.testing.assert_close(found, causal)
 
 
-def test_on_another_device_nothing_is_replaced(small_tiles: None) -> None:
-    sources = inputs(EXAMPLE[None, None], 4)
-    with TiledAttention(torch.device("cuda")) as tiled:
-        scaled_dot_product_attention(*sources, EXAMPLE[None, None])
-    assert not tiled.known and not tiled.rows
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention_of_training_on_a_gpu_is_torchs(key_heads: int) -> None:
+    mask = EXAMPLE[None, None]
+    sources, options = inputs(mask, key_heads), {"scale": 0.2, "enable_gqa": key_heads == 2}
+    with TiledAttention(torch.device("cuda")) as copying:
+        found = scaled_dot_product_attention(*sources, mask, **options)
+    whole = scaled_dot_product_attention(*sources, mask, **options)
+    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(gradients(found, sources), gradients(whole, sources))
+    (row,) = copying.rows
+    assert row.condition(*sources, mask) and not row.condition(*sources)
