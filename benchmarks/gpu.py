@@ -23,11 +23,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
+import yaml
 from random_models import SHAPES, random_head, random_llama
 from scripted import Scripted
 
+from drafthead.heads.backend import backend_for
 from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.sampling import SamplingConfig, draw
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.masks import LayerKind
@@ -37,10 +40,15 @@ from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode
+from drafthead.lab.building.folder import RECORD
 from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
 from drafthead.lab.profiling.pass_times import seconds_of, time_passes
 from drafthead.train.data.conversations import read_conversations
 
+LAWS = {
+    "top-p 0.9": SamplingConfig(1.0, top_p=0.9),
+    "top-k 50, top-p 0.9": SamplingConfig(1.0, top_k=50, top_p=0.9),
+}
 NODES = (1, 2, 4, 8, 16, 32, 64)
 TREES = ((4, 3), (8, 4), (16, 6), (32, 6), (64, 6))  # nodes and depth
 LEAST_LEFT = 5.0  # seconds before the deadline with which no measurement is begun
@@ -63,6 +71,7 @@ class Bench:
     target: str  # a real model for the phase `real`
     head: str | None  # a head for it
     prompts: str
+    build_minutes: float = 15.0
     only: Sequence[str] = ()  # parts of the names of what is measured; all without any
     targets: dict[str, Target] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)  # of the phase that runs
@@ -208,6 +217,31 @@ def kernels(bench: Bench) -> None:
                     f"{name} attention B={rows} S={columns} N={nodes} us",
                     lambda form=form: attention(bench, *form),
                 )
+
+        for rows in (1, 16, 256):
+            for law in LAWS:
+                bench.measure(
+                    f"{name} draw rows={rows} {law} us",
+                    lambda v=vocab, r=rows, x=law: drawing(bench, v, r, LAWS[x]),
+                )
+
+
+def drawing(bench: Bench, vocab: int, rows: int, law: SamplingConfig) -> dict[str, Any]:
+    """Microseconds of draws under filters, with rows sorted and by our kernel, and how often these
+    differ: where rounding moves the border of what is kept.
+    """
+    logits = 3 * torch.randn(rows, 1, vocab, device=bench.device).bfloat16()
+    keys = torch.arange(rows, device=bench.device)[:, None]
+    given = logits, keys, keys, keys, law.settings(bench.device), True
+    backend = backend_for(bench.device, torch.bfloat16)
+    ways = {"sorted": backend.fused(draw), "ours": backend.fused(backend.replacement_of(draw))}
+    ways = ways if bench.device.type == "cuda" else {"sorted": draw}
+    found: dict[str, Any] = {
+        name: tried(lambda f=function: f(*given), bench.device) for name, function in ways.items()
+    }
+    if "ours" in ways:
+        found["differ"] = int((ways["sorted"](*given) != ways["ours"](*given)).sum())
+    return found
 
 
 def products(bench: Bench, inputs: int, outputs: int) -> dict[str, float]:
@@ -629,6 +663,29 @@ def tests(bench: Bench) -> None:
     bench.measure("pytest", run)
 
 
+def build(bench: Bench) -> None:
+    """From a model to a head in a quarter of an hour; the same call goes on where one was cut."""
+    folder = bench.output / "build"
+    command = [
+        *(sys.executable, "-m", "drafthead.scripts.cli", "build", "--target", bench.target),
+        *("--minutes", f"{bench.build_minutes:g}", "--output", str(folder)),
+        *(["--device", "cpu", "--plan"] if bench.rehearse else []),
+    ]
+    left = bench.ends_at - time.perf_counter() - LEAST_LEFT
+
+    def run() -> dict[str, Any]:
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=left)
+            found = {"exit": ended.returncode, "end": ended.stdout.splitlines()[-12:]}
+            if ended.returncode:
+                found["failed"] = ended.stderr[-900:]
+        except subprocess.TimeoutExpired:
+            found = {"cut off after": left}
+        return found | yaml.safe_load((folder / RECORD).read_text())
+
+    bench.measure("build", run)
+
+
 PHASES: dict[str, Callable[[Bench], None]] = {
     "facts": facts,
     "kernels": kernels,
@@ -640,6 +697,7 @@ PHASES: dict[str, Callable[[Bench], None]] = {
     "real": real,
     "static": static,
     "tests": tests,
+    "build": build,
 }
 
 
@@ -671,6 +729,7 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="Measure what has this in its name; may be repeated.")
     ] = None,
+    build_minutes: Annotated[float, typer.Option(help="Time of phase `build`.")] = 15.0,
     rehearse: Annotated[bool, typer.Option(help="Tiny shapes on a CPU.")] = False,
     target: Annotated[str, typer.Option(help="The model of phase `real`.")] = "smollm2",
     head: Annotated[
@@ -691,7 +750,8 @@ def main(
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     output.mkdir(parents=True, exist_ok=True)
     ends_at = time.perf_counter() + deadline
-    bench = Bench(device, output, rehearse, ends_at, target, head, prompts, only or ())
+    named = target, head, prompts
+    bench = Bench(device, output, rehearse, ends_at, *named, build_minutes, only or ())
     failed = []
     for name in names:
         with torch.no_grad(), phase(bench, name):

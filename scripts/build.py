@@ -52,7 +52,7 @@ def main(
     total = 60 * hours + minutes
     choices = Choices(
         model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
-        family, total, total >= 10 if compile is None else compile,
+        family, total, (total >= 10 or None) if compile is None else compile,
     )  # fmt: skip
     with only_writer(output / ".lock", output), full_disk_named(output):
         folder = BuildFolder(output)

@@ -26,7 +26,7 @@ def main(
         bool, typer.Option(help="Colour the text that was drafted and accepted.")
     ] = False,
     turns: Turns,
-    compile: options.CompileSwitch = False,
+    compile: options.CompileSwitch = None,
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 

@@ -46,7 +46,7 @@ def main(
     drafting: options.Drafting,
     race: Race,
     rule: options.RuleName = "auto",
-    compile: options.CompileSwitch = False,
+    compile: options.CompileSwitch = None,
     theory: Annotated[
         bool,
         typer.Option(
@@ -87,7 +87,7 @@ def run_race(
     prompts: str,
     terms: Race,
     rule: str,
-    compile: bool,
+    compile: bool | None,
     output: Path,
 ) -> None:
     """Race, print the table and write it; raises UserError for what cannot take part."""

@@ -26,7 +26,7 @@ def main(
         float | None,
         typer.Option(help="Temperature of sampled drafts; changes speed, never the distribution."),
     ] = None,
-    compile: options.CompileSwitch = False,
+    compile: options.CompileSwitch = None,
 ) -> None:
     """Answer a prompt, printing the text while it is decoded, and report the speed.
 

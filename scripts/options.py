@@ -130,7 +130,11 @@ Seed = Annotated[
     int, typer.Option(help="For sampled answers: same seed, same answer (with the same tree size).")
 ]
 CompileSwitch = Annotated[
-    bool, typer.Option(help="Compile the passes: minutes the first time, then faster.")
+    bool | None,
+    typer.Option(
+        help="Compile the passes: minutes the first time, then faster. Without, a GPU records "
+        "them; with --no-compile they run as the model is written."
+    ),
 ]
 RULES = (
     "Acceptance rule: auto, greedy, rejection, traversal and match are lossless. Lossy ones change "
@@ -216,7 +220,7 @@ class Drafting:
     ] = False
 
     def decoder(
-        self, model: Model, compile: bool = False, draft_temperature: float | None = None
+        self, model: Model, compile: bool | None = None, draft_temperature: float | None = None
     ) -> "Decoder":
         """The target with its drafter; raises UserError for what cannot be loaded or combined."""
         from drafthead.infer import Decoder

@@ -42,7 +42,7 @@ def main(
     grace: Annotated[
         int, typer.Option(help="Seconds that running answers have after SIGTERM or Ctrl-C.", min=0)
     ] = 30,
-    compile: options.CompileSwitch = False,
+    compile: options.CompileSwitch = None,
 ) -> None:
     """Serve a model with a head to OpenAI's clients, with vLLM's metrics at /metrics.
 

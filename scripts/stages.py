@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import gcd
 from pathlib import Path
 from shlex import join, quote
 from shutil import disk_usage, rmtree
@@ -22,7 +23,7 @@ from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup, load_table
 from drafthead.lab.building.answering import Answering
-from drafthead.lab.building.budget import FEWEST_TOKENS, measuring_seconds
+from drafthead.lab.building.budget import FEWEST_TOKENS, measuring_seconds, rows_of_steps
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import read_rows
 from drafthead.lab.building.view import View
@@ -50,7 +51,7 @@ SPOKEN = {
 }  # of what drafts
 RACED_TOKENS = 128  # of an answer, at most
 LEAST_TRAINING = 12.0  # seconds
-FEWEST_STEPS = 200  # of two rows; where there is time for fewer, steps have one
+STEP_ON_GPU = 2**14  # tokens of a step: one of fewer takes as long
 
 
 class Building:
@@ -102,7 +103,7 @@ class Building:
     @property
     def keeps(self) -> bool:
         """Whether features are kept: on a processor the target's pass is half of a step."""
-        return not torch.accelerator.is_available()
+        return self.choices.device == "cpu" or not torch.accelerator.is_available()
 
     def usual(self) -> list[str]:
         """The settings of training that do not depend on what is found."""
@@ -117,9 +118,12 @@ class Building:
         if self.keeps:
             room = disk_usage(self.path).free / 4e9
             found += [f"data.feature_folder={self.features}", f"data.feature_budget_gb={room:.3g}"]
-        if self.choices.minutes < 60:  # a few small steps teach more than fewer large ones
-            found += ["train.batch_rows=2", "train.micro_batch_rows=2"]
-            found += ["head.ttt_steps=3"] if self.choices.family.startswith("eagle3") else []
+            if self.choices.minutes < 60:  # a few small steps teach more than fewer large ones
+                found += ["train.batch_rows=2", "train.micro_batch_rows=2"]
+                found += ["head.ttt_steps=3"] if self.choices.family.startswith("eagle3") else []
+        else:
+            rows = max(2, STEP_ON_GPU // load_run_config(self.config).data.max_length)
+            found += [f"train.batch_rows={rows}", f"train.micro_batch_rows={rows}"]
         return found
 
     def left(self) -> float:
@@ -176,11 +180,11 @@ class Building:
         decoder = self.source.decoder()
         prompt = read_conversations(self.source.files.test, None, 1)[0]
         text = next(m["content"] for m in prompt.messages if m["role"] == "user")
-        backend = decoder.target.backend
-        compiled, began = backend.seconds, time.monotonic()
+        decoder.generate([text], max_new_tokens=8)  # compiles and records what is needed
+        began = time.monotonic()
         steps = decoder.generate([text], max_new_tokens=24).stats.steps
-        alone = (time.monotonic() - began - (backend.seconds - compiled)) / max(1, steps)
-        self.a_graph = backend.longest
+        alone = (time.monotonic() - began) / max(1, steps)
+        self.a_graph = decoder.target.backend.longest
         self.source.forget()
         rmtree(self.features, ignore_errors=True)
         if self.trained.exists():  # of an earlier plan: with other settings it does not go on
@@ -198,8 +202,10 @@ class Building:
                 f"{self.choices.minutes + 2 * FEWEST_TOKENS / speed / 60:.0f}"
             )
         a_row = trial.tokens / trial.rows / max(1, trial.steps - 1)
-        if speed * self.to_learn() / 2 < FEWEST_STEPS * 2 * a_row:
-            self.settings += ["train.batch_rows=1", "train.micro_batch_rows=1"]
+        train = load_run_config(self.config, self.settings).train
+        rows = rows_of_steps(train.batch_rows, speed * self.to_learn() / 2, a_row)
+        at_once = gcd(rows, train.micro_batch_rows)
+        self.settings += [f"train.batch_rows={rows}", f"train.micro_batch_rows={at_once}"]
         return {
             "learning": speed, "rereading": trial.tokens_per_s_kept if self.keeps else speed,
             "seconds_a_token": alone, "a_graph": self.a_graph, "settings": self.settings,

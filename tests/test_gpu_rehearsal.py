@@ -12,7 +12,7 @@ from gpu import LEAST_LEFT, Bench, phase
 ROOT = Path(__file__).parent.parent
 PHASES = (
     "facts", "kernels", "one_row", "passes", "heads", "batches", "long_texts", "real", "static",
-    "tests",
+    "tests", "build",
 )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ def test_every_phase_runs_and_writes_its_figures(tmp_path: Path) -> None:
         assert "failed" not in json.dumps(found), name
     steps = files["heads"]["SmolLM2 eagle3 recorded N=8"]
     assert steps["step_ms"] > 0 and steps["first_call_s"] > steps["first_call_first_token_s"] > 0
+    assert files["build"]["build"]["choices"]["minutes"] == 15
     assert files["real"]["plain, recorded"]["answers unlike plain"] == 0
 
 

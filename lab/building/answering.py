@@ -2,9 +2,12 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
+
+import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.any_target import load_decoder_only
@@ -14,6 +17,7 @@ from drafthead.lab.building.folder import BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import (
     HeldOut,
     PromptFiles,
+    Row,
     add_about_texts,
     part_given,
     part_invented,
@@ -21,6 +25,7 @@ from drafthead.lab.building.prompts import (
     write_rows,
 )
 from drafthead.lab.building.view import View
+from drafthead.lab.profiling.bandwidth import free_memory
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
@@ -28,8 +33,23 @@ from drafthead.train.distillation.distilled_file import DistilledFile, DistillSe
 from drafthead.train.prompts.invention import invent
 from drafthead.train.prompts.message_source import InventSettings, MessageSource
 
-BATCH, WINDOW = 32, 8  # prompts answered at a time; batches that are written together, at most
+BATCH, MOST_BATCH = 32, 256  # prompts answered at a time: at least, and on a large GPU
+# Of a row's first columns, that there may be at once: a long row has twice as many, and beside a
+# cache in use there may be two that it has left, and the one that it moves into.
+COPIES = 2 * 4
 WINDOWS = 8  # that the time for answers and learning has room for, at least
+
+
+def rows_at_once(decoder: Decoder) -> int:
+    """How many prompts a target answers at a time: where passes are recorded, on a GPU, a power of
+    two of those whose caches free memory holds.
+    """
+    target = decoder.target
+    if target.memory is None:
+        return BATCH
+    decoder.generate([[0]], max_new_tokens=1)  # makes the smallest cache, and records nothing
+    fit = free_memory(target.device) // (COPIES * target.memory.most_in_use)
+    return 1 << (min(max(fit, BATCH), MOST_BATCH).bit_length() - 1)
 
 
 class Answering:
@@ -49,32 +69,39 @@ class Answering:
             self.loaded = Decoder.from_pretrained(target, compile=chosen.compile)
         return self.loaded
 
+    @cached_property
+    def rows(self) -> int:
+        """Prompts answered at a time; a folder keeps to what it began with."""
+        return int(self.folder.fact("prompts", "rows") or rows_at_once(self.decoder()))
+
     def forget(self) -> None:
-        """Give the target's memory back."""
+        """Give the target's memory back, to other processes as well."""
         self.loaded = None
         gc.collect()
+        torch.cuda.empty_cache()
 
     def part_prompts(self) -> Facts:
         """Prompts, parted."""
         chosen = self.choices
         if chosen.prompts:
-            return {"given": part_given(chosen.prompts, chosen.minutes, chosen.seed, self.files)}
+            given = part_given(chosen.prompts, chosen.minutes, chosen.seed, self.files)
+            return {"given": given, "rows": self.rows}
         held = HeldOut.of(chosen.minutes, None)
         self._invent(held.both)
         part_invented(self.files, held)
         return {
-            "held": held.both,
+            "held": held.both, "rows": self.rows,
             "by_hand": f"drafthead data invent {chosen.model_options} --seed {chosen.seed} "
-            f"{'--compile ' * chosen.compile}--number {held.both} "
-            f"--batch-size {2 * BATCH} --output {quote(str(self.files.invented))}",
-        }
+            f"{'--compile ' * bool(chosen.compile)}--number {held.both} "
+            f"--batch-size {2 * self.rows} --output {quote(str(self.files.invented))}",
+        }  # fmt: skip
 
     def _invent(self, number: int) -> None:
         """Have so many messages of users; raises UserError where the target cannot write any."""
         chosen = self.choices
         settings = InventSettings(
-            chosen.target, seed=chosen.seed, dtype=chosen.dtype, compile=chosen.compile,
-            batch_size=2 * BATCH,  # a batch that was not used up is drawn again for the next window
+            chosen.target, seed=chosen.seed, dtype=chosen.dtype, compile=bool(chosen.compile),
+            batch_size=2 * self.rows,  # what is left of a batch is drawn again for the next window
         )  # fmt: skip
         try:
             source = MessageSource(self.decoder(), settings)
@@ -86,7 +113,7 @@ class Answering:
         """The target's answers to the first prompts of a file, those that are there kept."""
         settings = DistillSettings(
             self.choices.target, str(prompts), self.choices.max_new_tokens,
-            dtype=self.choices.dtype, batch_size=BATCH,
+            dtype=self.choices.dtype, batch_size=self.rows,
         )  # fmt: skip
         file = DistilledFile(output, settings, False, None)
         file.check()
@@ -97,7 +124,7 @@ class Answering:
     def _by_hand(self, prompts: Path, output: Path, rows: int) -> str:
         return (
             f"drafthead data distill {self.choices.model_options} --limit {rows} "
-            f"--batch-size {BATCH} --max-new-tokens {self.choices.max_new_tokens} "
+            f"--batch-size {self.rows} --max-new-tokens {self.choices.max_new_tokens} "
             f"--prompts {quote(str(prompts))} --output {quote(str(output))}"
         )
 
@@ -128,9 +155,19 @@ class Answering:
         answering = self.folder.fact("held out", "tokens_per_s")
         length = self.folder.fact("held out", "length")
         while True:
-            began, there = time.monotonic(), len(read_rows(self.answers))
-            window = answering * seconds_left() / WINDOWS / length
-            wanted = there + BATCH * max(1, min(WINDOW, int(window / BATCH)))
+            began, rows = time.monotonic(), read_rows(self.answers)
+            there, tokens = len(rows), tokens_of(rows)
+            left = max(1.0, seconds_left())
+            best = division(left, Speeds(answering, learning, rereading), tokens)
+            missing = best.answers - tokens
+            view.expected["answers"] = view.seconds + missing / answering
+            again = max(0.0, best.learnt - best.answers)
+            first = (best.learnt - again) / learning
+            view.expected["train"] = first + again / rereading if trains else 0
+            if there and missing < length * self.rows / 2:
+                break
+            window = min(missing, answering * left / WINDOWS) / length
+            wanted = there + self.rows * max(1, int(window / self.rows))
             wanted = min(wanted, self._have_prompts(wanted))
             if wanted <= there:
                 break
@@ -138,20 +175,10 @@ class Answering:
             if not report.written:
                 break
             answering = report.tokens / (time.monotonic() - began)
-            tokens = sum(report.statistics.lengths)
-            best = division(seconds_left(), Speeds(answering, learning, rereading), tokens)
-            view.expected["answers"] = view.seconds + (best.answers - tokens) / answering
-            again = max(0.0, best.learnt - best.answers)
-            first = (best.learnt - again) / learning
-            view.expected["train"] = first + again / rereading if trains else 0
-            if best.answers - tokens < length * report.written / 2:
-                break
-        rows = read_rows(self.answers)
-        tokens = sum(len(one["answer"]) for row in rows for one in row["token_ids"])
         return {
-            "answers": len(rows), "tokens": tokens, "tokens_per_s": answering,
-            "said": [f"{len(rows):,} answers, {tokens:,} tokens"],
-            "by_hand": self._by_hand(self.files.train, self.answers, len(rows)),
+            "answers": there, "tokens": tokens, "tokens_per_s": answering,
+            "said": [f"{there:,} answers, {tokens:,} tokens"],
+            "by_hand": self._by_hand(self.files.train, self.answers, there),
         }  # fmt: skip
 
     def _have_prompts(self, number: int) -> int:
@@ -170,3 +197,8 @@ class Answering:
                 self._invent(own + missing)
                 write_rows(self.files.train, [*rows, *read_rows(self.files.invented)[own:]])
         return len(read_rows(self.files.train))
+
+
+def tokens_of(rows: Sequence[Row]) -> int:
+    """Tokens of the answers in some rows."""
+    return sum(len(one["answer"]) for row in rows for one in row["token_ids"])

@@ -12,6 +12,7 @@ REPEATS = 3.0
 MEASURING, LEAST_MEASURING, MOST_MEASURING = 0.3, 25.0, 900.0  # share of the time, seconds
 AT_ONCE = 1e12  # tokens a second, where nothing is to be learnt
 FEWEST_TOKENS = 10_000  # that a head must read, or none is trained
+FEWEST_STEPS = 200  # where there is time for fewer, steps have fewer rows
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,10 @@ def division(seconds: float, speeds: Speeds, answered: float = 0.0) -> Division:
 def measuring_seconds(minutes: float) -> float:
     """What evaluation, race and report get of the time."""
     return float(np.clip(60 * minutes * MEASURING, LEAST_MEASURING, MOST_MEASURING))
+
+
+def rows_of_steps(rows: int, tokens: float, a_row: float) -> int:
+    """Rows of a step, at most `rows`, where so many tokens will be read, `a_row` in each row."""
+    while rows > 1 and tokens < FEWEST_STEPS * rows * a_row:
+        rows //= 2
+    return rows

@@ -33,7 +33,7 @@ class Choices:
     seed: int
     family: str
     minutes: float
-    compile: bool
+    compile: bool | None  # see `prepared_target`
 
     def __post_init__(self) -> None:
         if self.minutes <= 0:

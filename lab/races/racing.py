@@ -46,7 +46,7 @@ class DraftOptions:
 
     draft_tokens: int  # most tokens of a draft model, own layers and lookup
     tree_nodes: int | None  # the root included; None: planned by cost
-    compile: bool
+    compile: bool | None  # see `prepared_target`
     dtype: str = "auto"  # of draft models
 
 
@@ -100,10 +100,10 @@ def entrants(target: Target, drafts: Mapping[str, NamedDraft], options: DraftOpt
     """
     if any(named.name == "answers" for named in drafts.values()):
         raise UserError("answers does not take part in a race, whose rounds repeat: leave it out")
-    size, compiled = options.tree_nodes, options.compile
     # Plain decoding comes first: what it compiles of the target serves all others.
-    plain = decoder_for(target, None, None, compiled)
+    plain = decoder_for(target, None, None, options.compile)
     ours = plain.target  # compiled passes belong to it; transformers knows none
+    size, compiled = options.tree_nodes, ours.backend.compiles
     made: dict[str, Drafter] = {}
     assistant = None
     for mode, named in drafts.items():

@@ -60,7 +60,7 @@ class Where:
     """Where it is answered, and written."""
 
     output: Annotated[str, typer.Option(help="JSONL file to write; run again to resume.")]
-    compile: options.CompileSwitch = False
+    compile: options.CompileSwitch = None
     server: Annotated[
         str | None,
         typer.Option(
@@ -138,7 +138,7 @@ def served_model(model: options.Model, where: Where) -> "tuple[Connection, Serve
 
 
 def source_of(
-    served: "tuple[Connection, ServedModel] | None", model: options.Model, compile: bool
+    served: "tuple[Connection, ServedModel] | None", model: options.Model, compile: bool | None
 ) -> "AnswerSource":
     """Who answers."""
     from drafthead.heads.target.any_target import tokenizer_named

@@ -54,7 +54,7 @@ class Inventor:
     batch_size: options.BatchSize = 128
     dtype: options.DtypeName = "auto"
     device: options.DeviceName = "auto"
-    compile: options.CompileSwitch = False
+    compile: options.CompileSwitch = None
 
 
 def main(
@@ -93,7 +93,9 @@ def main(
         first_messages,
     )
 
-    settings = options.made_of(InventSettings, [inventor], {"seed": seed})
+    settings = options.made_of(
+        InventSettings, [inventor], {"seed": seed, "compile": bool(inventor.compile)}
+    )
     if output.exists() and not overwrite:  # before a large model is loaded
         check_settings(output, settings)
     beginnings = inventor.beginnings

@@ -20,7 +20,7 @@ def main(
     batch: options.BatchSize = 1,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = 0.0,
-    compile: options.CompileSwitch = False,
+    compile: options.CompileSwitch = None,
     output: Annotated[Path | None, typer.Option(help="Folder for profile.json.")] = None,
     seed: options.Seed = 0,
 ) -> None:
@@ -47,6 +47,6 @@ def main(
     profile = measured_profile(decoder, drafting.name, ids, terms)
     about = {
         **describe_run(model.target, decoder.target), "prompts": len(ids), "batch": batch,
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "compiled": compile,
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "compiled": bool(compile),
     }  # fmt: skip
     options.finish(profile_report(profile, about), output / "profile.json" if output else None)

@@ -16,9 +16,7 @@ def main(
     temperature: Annotated[
         float, typer.Option(help="0 is greedy; above 0 the size is chosen as for a single row.")
     ] = 0.0,
-    compile: Annotated[
-        bool, typer.Option(help="Plan for compiled passes: minutes the first time.")
-    ] = False,
+    compile: options.CompileSwitch = None,
     fresh: Annotated[
         bool, typer.Option(help="Time the steps again and store the new times.")
     ] = False,
@@ -48,6 +46,6 @@ def main(
         )
     about = {
         **describe_run(model.target, decoder.target), "head": draft, "batch": batch,
-        "rows_timed": plan.rows_timed, "temperature": temperature, "compiled": compile,
+        "rows_timed": plan.rows_timed, "temperature": temperature, "compiled": bool(compile),
     }  # fmt: skip
     options.finish(plan_report(plan.rows, plan.notes, about), output)

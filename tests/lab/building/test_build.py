@@ -3,11 +3,20 @@
 import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from drafthead.heads.errors import UserError
-from drafthead.lab.building.budget import AT_ONCE, Speeds, division, measuring_seconds
+from drafthead.lab.building import answering
+from drafthead.lab.building.answering import rows_at_once
+from drafthead.lab.building.budget import (
+    AT_ONCE,
+    Speeds,
+    division,
+    measuring_seconds,
+    rows_of_steps,
+)
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
 from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
 from drafthead.lab.building.view import Captured
@@ -44,6 +53,10 @@ def test_no_more_answers_are_made_once_there_are_enough() -> None:
 
 def test_without_a_head_all_time_is_for_answers() -> None:
     assert division(100, Speeds(10, AT_ONCE, AT_ONCE)).answers == pytest.approx(1000, rel=0.01)
+
+
+def test_short_builds_have_steps_of_fewer_rows() -> None:
+    assert [rows_of_steps(32, tokens, 500) for tokens in (4e6, 1e6, 1e4)] == [32, 8, 1]
 
 
 def test_measuring_leaves_most_of_the_time_to_the_head() -> None:
@@ -157,3 +170,14 @@ def test_time_for_compiling_is_kept_and_shown(tmp_path) -> None:
         building.expect()
     longer = {n for n in STAGES if compiled.view.expected[n] > plain.view.expected[n] + 99}
     assert longer == {"evaluate", "race"}
+
+
+@pytest.mark.parametrize(("free", "rows"), [(1e9, 32), (12e9, 128), (80e9, 256)])
+def test_a_gpu_answers_as_many_prompts_as_its_memory_holds(monkeypatch, free, rows) -> None:
+    memory = SimpleNamespace(most_in_use=11_000_000)  # of one row of SmolLM2
+    target = SimpleNamespace(memory=memory, device=None)
+    decoder = SimpleNamespace(target=target, generate=lambda *_, **__: None)
+    monkeypatch.setattr(answering, "free_memory", lambda device: int(free))
+    assert rows_at_once(decoder) == rows
+    target.memory = None  # nothing is recorded: a processor
+    assert rows_at_once(decoder) == 32
