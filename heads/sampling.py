@@ -19,6 +19,7 @@ LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
 # tokens, so that no other copy has to be awaited. No token of a vocabulary is negative.
 NO_TOKEN = -1
 GOLDEN = 0x9E3779B97F4A7C15  # the step of the generator SplitMix64
+STRIDE = 0xD1B54A32D192ED03  # between the numbers of two steps of a row
 # More than any vocabulary has, and a whole number in float32.
 NO_TOP_K = 2**24
 
@@ -172,10 +173,15 @@ class RowRandom:
         self.num_tokens = [0] * len(self.seeds)
         self.streams: list[torch.Generator] = []  # of this step, made at the first draw
         self.keys: torch.Tensor | None = None  # [B, .] of this step, made when they are asked for
+        self.late: torch.Tensor | None = None  # [B] see `begin_step`
 
-    def begin_step(self, num_tokens: Sequence[int]) -> None:
-        """Start the step that follows `num_tokens` tokens of each row."""
+    def begin_step(self, num_tokens: Sequence[int], late: torch.Tensor | None = None) -> None:
+        """Start the step that follows `num_tokens` tokens of each row.
+
+        And `late` [B] more, which the device alone knows: then there are keys and nothing else.
+        """
         self.num_tokens, self.streams, self.keys = list(num_tokens), [], None
+        self.late = late
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """The next of the step's uniform numbers in [0, 1), float64 [B, *shape].
@@ -196,16 +202,19 @@ class RowRandom:
     def ahead(self, count: int) -> torch.Tensor:
         """The int64 keys [B, count] of the races in which plain decoding draws the next tokens.
 
-        Key d belongs to the step after d more tokens. It needs no generator. Keys are made, and
-        copied to the device, once a step: with one more than the draft asks for, which the pass
-        over its tree needs.
+        Key d belongs to the step after d more tokens. It needs no generator. Keys are made once a
+        step, of numbers that are copied to the device: with one more than the draft asks for, which
+        the pass over its tree needs.
         """
         if self.keys is None or self.keys.shape[1] < count:
-            keys = [
-                [signed(mixed(seed, start + place)) for place in range(count + 1)]
+            numbers = [
+                [signed(numbered(seed, start + place)) for place in range(count + 1)]
                 for seed, start in zip(self.seeds, self.num_tokens, strict=True)
             ]
-            self.keys = to_device(keys, self.device)
+            bits = to_device(numbers, self.device)
+            if self.late is not None:
+                bits = bits + self.late[:, None] * signed(STRIDE)
+            self.keys = finished(bits)
         return self.keys[:, :count].contiguous()  # graphs are made for whole tables
 
     def token(self, probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -225,11 +234,15 @@ class RowRandom:
 
 def mixed(seed: int, count: int) -> int:
     """64 bits for step `count`, unrelated to those of other steps (SplitMix64's finaliser)."""
-    mask = 2**64 - 1
-    z = (seed * 0x9E3779B97F4A7C15 + (count + 1) * 0xD1B54A32D192ED03) & mask
+    mask, z = 2**64 - 1, numbered(seed, count)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return z ^ (z >> 31)
+
+
+def numbered(seed: int, count: int) -> int:
+    """64 bits for step `count`, in equal strides."""
+    return (seed * GOLDEN + (count + 1) * STRIDE) & (2**64 - 1)
 
 
 def signed(bits: int) -> int:
@@ -246,13 +259,17 @@ def arrival_times(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """
     # The key is added first. In a compiled graph `tokens` is the variable of a C++ loop, and times
     # this constant it would overflow, from which compilers conclude that the loop is short.
-    bits = (keys[..., None] + tokens + 1) * signed(GOLDEN)
-    bits = (bits ^ shifted(bits, 30)) * signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ shifted(bits, 27)) * signed(0x94D049BB133111EB)
-    bits = bits ^ shifted(bits, 31)
+    bits = finished((keys[..., None] + tokens + 1) * signed(GOLDEN))
     uniform = shifted(bits, 1).float() * 2**-63 + 2**-64
     # At 1 the time would be infinite.
     return -torch.log1p(-uniform.clamp_max(1 - 2**-24))
+
+
+def finished(bits: torch.Tensor) -> torch.Tensor:
+    """int64 bits [...] that no longer show how they follow each other (SplitMix64's finaliser)."""
+    bits = (bits ^ shifted(bits, 30)) * signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ shifted(bits, 27)) * signed(0x94D049BB133111EB)
+    return bits ^ shifted(bits, 31)
 
 
 def shifted(bits: torch.Tensor, count: int) -> torch.Tensor:

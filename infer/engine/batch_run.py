@@ -191,12 +191,14 @@ class BatchRun:
         """Whether the target's most probable tokens are wanted."""
         return self.random is None
 
-    def begin_random_step(self, ahead: int = 0) -> None:
-        """Start each running row's random numbers for its next token, `ahead` of what it has."""
+    def begin_random_step(self, late: torch.Tensor | None = None) -> None:
+        """Start each running row's random numbers for its next token, after `late` [B] that the
+        device alone knows.
+        """
         if self.random is not None:
             # By the row's own length: its draws must not depend on when it joined a batch.
             rows = self.batch.running_rows()
-            self.random.begin_step([len(row.tokens) + ahead for row in rows])
+            self.random.begin_step([len(row.tokens) for row in rows], late)
 
     def reuse(self, positions: int) -> None:
         """Note how many positions of each prompt were read before."""

@@ -187,14 +187,12 @@ class Stepper:
     def leads_on(self, session: DraftSession, launched: Launched) -> bool:
         """Whether the next step can be asked for while the host does not know this one's tokens.
 
-        That is so where calls are recorded. Drawing needs to know how long each answer is: known
-        after a step without a draft.
+        That is so where calls are recorded.
         """
         if self.target.memory is None or not isinstance(session, OnDevice):
             return False
-        is_known = self.run.random is None or launched.num_nodes == 1
         rows = self.run.batch.running_rows()
-        return is_known and any(row.active and len(row.tokens) + 1 < row.limit for row in rows)
+        return any(row.active and len(row.tokens) + 1 < row.limit for row in rows)
 
     def lead_on(self, session: DraftSession, launched: Launched) -> None:
         """Commit a step on the device; what the host counts by is the most that it can commit."""
@@ -203,7 +201,7 @@ class Stepper:
         committed = launched.committed(self.cache)
         self.roots = committed.ends.roots
         session.commit(committed)
-        self.run.begin_random_step(ahead=1)
+        self.run.begin_random_step(launched.result.length)
 
     def finish(self, session: DraftSession, launched: Launched) -> Emitted:
         """Read what a step has brought, and commit it unless that was done."""

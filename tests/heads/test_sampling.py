@@ -27,6 +27,7 @@ from drafthead.heads.sampling import (
     draw,
     draw_without_replacement,
     kept_of_sorted,
+    mixed,
     most_probable,
     probabilities,
     race,
@@ -249,8 +250,11 @@ def test_the_numbers_of_the_next_tokens_are_those_of_their_own_steps() -> None:
     random = RowRandom([3, 4], torch.device("cpu"))
     random.begin_step([10, 20])
     ahead = random.ahead(3)
+    assert ahead[1].tolist() == [signed(mixed(4, 20 + place)) for place in range(3)]
     for place in range(3):
         random.begin_step([10 + place, 20 + place])
+        assert random.ahead(1).equal(ahead[:, place : place + 1])
+        random.begin_step([10, 20], torch.tensor([place, place]))  # the device alone knows them
         assert random.ahead(1).equal(ahead[:, place : place + 1])
 
 

@@ -94,7 +94,7 @@ DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": [3, 4, 5, 6]}
         ("none", GREEDY, True),
         ("none", DRAWN, True),
         ("medusa:tree", GREEDY, True),
-        ("medusa:tree", DRAWN, False),  # how many numbers a tree uses the host must know
+        ("medusa:tree", DRAWN, True),
         ("eagle:own", GREEDY, True),
         ("parallel:own", GREEDY, True),
         ("parallel:own+lookup", GREEDY, False),  # lookup reads the tokens
