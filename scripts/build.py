@@ -1,5 +1,6 @@
 """`drafthead build`: from a model to the fastest way of decoding it, in the time you give."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,8 @@ def main(
     Killed at any moment, the same command goes on. More time, or another --family, repeats the
     stages that it touches. build.yaml in the folder holds each choice, and each stage's command.
     """
+    # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from drafthead.lab.building.folder import BuildFolder, Choices
     from drafthead.scripts.stages import Building
     from drafthead.train.jobs.outputs import full_disk_named, only_writer
