@@ -78,7 +78,7 @@ class DraftHead(nn.Module, ABC):
 # The families here are imported, all together, when one of them is looked up.
 HEADS = Registry[type[DraftHead]](
     dict.fromkeys(
-        ("eagle", "eagle3", "hydra", "medusa", "mlp_speculator", "parallel"),
+        ("eagle", "eagle3", "hydra", "medusa", "mlp_speculator", "mtp", "parallel"),
         "drafthead.heads.families",
     )
 )

@@ -158,7 +158,7 @@ def kind_of_path(path: Path) -> str:
     if is_fetched_name(path) or gguf_file(path) is not None:
         return "model"
     try:
-        recognised(path)
+        known, checkpoint = recognised(path)
     except UserError as error:
         folder = local_copy(path) if path.exists() or may_be_hub_id(path) else None
         # An adapter of PEFT has no configuration of a model: it names the model that has.
@@ -168,7 +168,9 @@ def kind_of_path(path: Path) -> str:
             return "model"
         reason = f"{error} (and it is no model: names of drafters are {kinds_listed()})"
         raise UserError(reason) from error
-    return "head"
+    # A whole model that has an MTP layer drafts as a model: `mtp` is the layer of the target.
+    is_whole = known.name == "mtp" and "embed_tokens.weight" in checkpoint.tensors
+    return "model" if is_whole else "head"
 
 
 def length_of_paths(draft_tokens: int | None, drafts: Sequence[NamedDraft | Drafter]) -> int:
@@ -205,6 +207,18 @@ def made_drafter(drafts: Sequence[NamedDraft | Drafter], fitting: Fitting) -> Dr
 def named_head(path: str, fitting: Fitting) -> Drafter:
     """The draft head of a folder, file or hub name, of any known format."""
     return head_drafter(load_head(Path(path), fitting.target), fitting.target)
+
+
+@register_drafter("mtp")
+def named_mtp(_argument: str, fitting: Fitting) -> Drafter:
+    """The layer for drafting that the target brings along, from the target's own files."""
+    name = fitting.target.model.name_or_path
+    if not name:
+        raise UserError("draft mtp is read from the target's files: load the target by its name")
+    try:
+        return named_head(name, fitting)
+    except UserError as error:
+        raise UserError(f"draft mtp is the target's own MTP layer: {error}") from error
 
 
 @register_drafter("model", "PATH", has_length=True)

@@ -196,7 +196,8 @@ class Drafting:
         typer.Option(
             help="What proposes tokens: the folder or hub id of a head or a draft model, lookup "
             "(what followed the same words in prompt and answer), ngrams:FOLDER of data index, "
-            "layers:0-9 of the target itself. Repeatable: lookup and ngrams go beside others.",
+            "mtp or layers:0-9 of the target itself. Repeatable: lookup and ngrams go beside "
+            "others.",
             metavar="WHAT",
         ),
     ] = None

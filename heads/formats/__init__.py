@@ -9,6 +9,7 @@ from drafthead.heads.formats import (  # noqa: F401  (they register themselves)
     hydra,
     medusa,
     mlp_speculator,
+    mtp,
     speculators,
 )
 from drafthead.heads.formats.base import FORMATS

@@ -73,6 +73,10 @@ class RenamedFile(TensorFile):
         """One tensor [...], a view of the mapped file."""
         return self.inner.mapped(self.names[name])
 
+    def name_in_file(self, name: str) -> str:
+        """What the file itself calls a tensor."""
+        return self.names[name]
+
 
 def renamed(file: TensorFile) -> TensorFile:
     """A file whose tensors have their usual names; raises UserError when two have the same one."""

@@ -76,6 +76,12 @@ class OwnKeys(Keys):
     provenance: dict[str, Any] | None = None
 
 
+class ModelKeys(Keys):
+    """The configuration of a layer that transformers computes."""
+
+    neutral: ClassVar[Reasons] = {"read by the layer's own class": ".*"}
+
+
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANK)]
 Ranks = Annotated[list[Rank], Field(max_length=MOST_PARTS, fail_fast=True)]
 Times = Annotated[int, Field(ge=0, le=2**53)]
@@ -105,6 +111,7 @@ class DraftheadFormat(Format):
         family = head_family(keys.family)
         checkpoint.account.add(keys_of(family.config_class), ("head",))
         checkpoint.account.add(RopeKeys, ("head", "rope_parameters"))
+        checkpoint.account.add(ModelKeys, ("head", "layer"))
         try:
             config = read_head_config(family.config_class, keys.head, file)
         except UserError:

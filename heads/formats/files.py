@@ -161,6 +161,10 @@ class TensorFile:
         """One tensor [...], a view of the mapped file."""
         raise NotImplementedError
 
+    def name_in_file(self, name: str) -> str:
+        """What the file itself calls a tensor."""
+        return name
+
     def load(self, name: str) -> torch.Tensor:
         """One tensor [...], in its own memory."""
         return self.mapped(name).clone(memory_format=torch.contiguous_format)

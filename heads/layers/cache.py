@@ -17,16 +17,16 @@ class DraftCache(ColumnCache):
     """A cache whose rows keep the first of their pending nodes."""
 
     def __init__(self, layers: Iterable[nn.Module], rows: int, memory: CacheMemory | None = None):
-        """An empty cache for layers that have their attention under the name `self_attn`.
+        """An empty cache for layers that know their `cache_sizes`, or whose `self_attn` does.
 
         `memory` as for `ColumnCache`.
         """
         super().__init__(memory)
         for layer in layers:
-            attention = cast(SelfAttention, layer.self_attn)
-            weight, size = attention.k_proj.weight, attention.head_dim
-            for stores in (self.keys, self.values):
-                stores.append(weight.new_zeros(rows, weight.shape[0] // size, 0, size))
+            heads, *widths = cast(SelfAttention, getattr(layer, "self_attn", layer)).cache_sizes
+            weight = next(layer.parameters())
+            for stores, width in zip((self.keys, self.values), widths, strict=True):
+                stores.append(weight.new_zeros(rows, heads, 0, width))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=self.keys[0].device)
         self.host_lengths = [0] * rows
         # Where these are bounds as yet: the lengths before, and the tokens that are added.

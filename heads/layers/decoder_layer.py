@@ -152,6 +152,11 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps=eps) if qk_norm else None
 
+    @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        """Heads of the keys and values of a position, and the widths of a key and a value."""
+        return self.k_proj.weight.shape[0] // self.head_dim, self.head_dim, self.head_dim
+
     def forward(
         self,
         hidden: torch.Tensor,  # [B, T, width]

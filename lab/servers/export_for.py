@@ -69,7 +69,9 @@ PEAGLE = {"tap_norm": ("none", "joint"), "norm_feedback": (False,)}
 # What would help, by family.
 HELP = {
     "parallel": "With head.tap_norm false, head.root_feature false, a head.mask_token and no last "
-    "layer among head.taps the three servers read such heads"
+    "layer among head.taps the three servers read such heads",
+    "mtp": "Its server reads it in the target's own files: `drafthead head export --format mtp` "
+    "writes it under the names that it has there",
 }
 OTHER_HELP = "`drafthead train --init eagle3-portable` trains a head that the three servers read"
 

@@ -65,6 +65,7 @@ def fitted(template: str, target: str, sizes: Any) -> str:
     vocabulary = DRAFT_VOCABULARY[large]
     values = {
         "name": target,
+        "init_from": target,  # of a layer that the target itself has
         "max_length": min(ROW_LENGTH[large], context),
         # A vocabulary that is hardly larger is guessed whole.
         "draft_vocab_size": vocabulary if 2 * vocabulary <= sizes.vocab_size else 0,

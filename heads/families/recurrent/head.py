@@ -6,6 +6,7 @@ last output beyond that.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,10 +59,17 @@ class RecurrentHead(HeadByDepth):
     layers: nn.ModuleList
     embed_tokens: nn.Embedding | None  # the head's own, if it has any
 
-    def __init__(self, config: RecurrentConfig, draft_vocab_size: int = 0):
-        """`draft_vocab_size` is the number of tokens that the head can guess; 0 for all."""
+    def __init__(
+        self,
+        config: RecurrentConfig,
+        draft_vocab_size: int = 0,
+        rotary: Callable[[torch.Tensor], Rotation] | None = None,
+    ):
+        """`draft_vocab_size` is the number of tokens that the head can guess, 0 for all; `rotary`
+        gives positions [B, T] to the layers, by default as the configuration says.
+        """
         super().__init__(config, draft_vocab_size)
-        self.rotary = Rotary.of(config)
+        self.rotary = rotary or Rotary.of(config)
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:

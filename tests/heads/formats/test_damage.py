@@ -47,7 +47,7 @@ TELLING = (
 
 def test_there_is_an_example_of_every_format_that_is_written() -> None:
     known = {name for name, found in FORMATS.items() if isinstance(found, WritableFormat)}
-    assert {example.format for example in EXAMPLES} == known
+    assert {example.format for example in EXAMPLES} == known - {"mtp"}  # see test_mtp.py
 
 
 # Damage
