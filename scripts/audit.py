@@ -1,7 +1,6 @@
 """`drafthead audit`: does a server write the target's own text, and accept as many drafts?"""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +19,11 @@ def main(
     ],
     model: options.Model,
     head: Annotated[
-        Path | None, typer.Option(help="The head that it should draft with, to compare counters.")
+        str | None,
+        typer.Option(
+            help="What it should draft with, to compare counters: a head, a draft model, a table "
+            "of n-grams, or lookup."
+        ),
     ] = None,
     server_model: Annotated[
         str | None, typer.Option(help="Its name of the model, if it serves several.")
@@ -62,7 +65,7 @@ def main(
     if output is not None:
         record = describe_run(model.target, target) | {
             "server": url,
-            "head": head and str(head),
+            "head": head,
             "findings": {name: asdict(found) for name, found in findings.items()},
         }
         write_text(output, json.dumps(record, indent=2) + "\n")

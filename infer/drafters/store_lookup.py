@@ -22,6 +22,7 @@ LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too lit
 LEVELS = {6: 1.0, 4: 0.4, 3: 0.15, 2: 0.05}
 DEPTH = 10  # tokens after a place that are read
 PLACES = 4  # of one n-gram that are remembered, the latest
+TREE_FOR_ONE = 4  # nodes of a tree for each token of its likeliest path
 LIMIT = 200_000  # tokens that are remembered, at most
 NOTHING_LEARNT = MatchRecord()
 
@@ -148,6 +149,22 @@ class StoreLookup(Lookup):
         """Remember the token for other rows and later answers."""
         if self.earlier is not None:
             self.earlier.add(past.tokens, len(past.tokens) - 1)
+
+
+class LookupChains(StoreLookup):
+    """The likeliest path of such trees, for what takes chains alone."""
+
+    def guess(self, past: History, nodes: int, depth: int, follows: bool = True) -> GuessTree:
+        """A chain of up to `nodes` tokens, fewer where longer ones are unlikely."""
+        tree = super().guess(past, TREE_FOR_ONE * nodes, depth, follows)
+        likeliest: dict[int, int] = {}  # of each node's children, by number
+        for node in tree.order():
+            likeliest.setdefault(tree.parents[node], node)
+        path, node = list[int](), 0
+        while node in likeliest and len(path) < nodes:
+            path.append(likeliest[node])
+            node = path[-1] + 1  # the root is node 0
+        return GuessTree.chain([tree.tokens[n] for n in path], [tree.scores[n] for n in path])
 
 
 def load_table(folder: Path, vocabulary: str) -> NgramTable:

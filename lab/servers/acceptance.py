@@ -1,4 +1,4 @@
-"""Does a server accept as many drafts of a head as decoding here? If not, which fault would it be?
+"""Does a server accept as many drafts as decoding here? If not, which fault would it be?
 
 The same prompts are decoded here with chains of the same length. Where the counts differ, the head
 is read wrongly in each of the ways that are known of servers, to see which one explains them.
@@ -6,43 +6,53 @@ is read wrongly in each of the ways that are known of servers, to see which one 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from scipy.stats import fisher_exact
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats.loading import load_head
+from drafthead.infer.loaded import named_draft
 from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.servers.asked import Counted
 from drafthead.lab.servers.audit import FALSE_ALARM, Audit, check
-from drafthead.lab.theory.chains import head_chains
+from drafthead.lab.theory.chains import Chains, head_chains, named_chains, ngram_chains
 
 MEAN_ERROR = 0.1  # of the mean length, of a server that has no counts
 
 
 @check("accepted drafts")
 def accepted_drafts(audit: Audit) -> Finding | None:
-    """The server's counters for the greedy answers, beside decoding here with the same head."""
+    """The server's counters for the greedy answers, beside decoding here with the same drafter."""
     theirs = audit.drafts
     if theirs is None or (not theirs.drafts and theirs.mean_length is None):
         return Finding("/metrics counts no drafts: not tested, or nothing is drafted")
-    evidence = f"the server: {described(theirs)}"
-    if audit.head is None:
+    if audit.draft is None:
+        evidence = f"the server: {described(theirs)}"
         return Finding(f"{evidence}. With --head it is compared with decoding here")
-    head = load_head(audit.head, audit.target)
-    length = min(len(theirs.accepted) or head.depth, head.depth)
-    ours = audit.drafts_here = decoded(audit, head, length)
-    evidence += f". Here: {described(ours)}"
+    draft = named_draft(audit.draft)
+    if draft.kind.beside and theirs.drafts:  # it drafts at some steps alone: count all of them
+        theirs = audit.drafts = replace(theirs, drafts=audit.steps(sum(theirs.accepted)))
+    if draft.name == "ngrams":
+        chains = ngram_chains("drafter", Path(draft.argument), audit.target)
+    else:
+        chains = named_chains("drafter", draft, audit.target, "auto")
+    length = min(len(theirs.accepted) or chains.longest, chains.longest)
+    ours = audit.drafts_here = decoded(audit, chains, length)
+    evidence = f"the server: {described(theirs)}. Here: {described(ours)}"
     if same(theirs, ours):
         return Finding(evidence)
-    for cause, other in misread(head):
-        if same(theirs, decoded(audit, other, length)):
-            return Finding(evidence, f"{cause}: so read, it is accepted as seldom here")
+    if draft.name == "head":
+        for cause, other in misread(load_head(Path(draft.argument), audit.target)):
+            misled = head_chains("head", other, audit.target)
+            if same(theirs, decoded(audit, misled, length)):
+                return Finding(evidence, f"{cause}: so read, it is accepted as seldom here")
     return Finding(evidence, by_position(theirs, ours))
 
 
-def decoded(audit: Audit, head: DraftHead, length: int) -> Counted:
-    """What decoding the prompts here accepts of a head's chains of `length` tokens."""
-    decoder, new = head_chains("head", head, audit.target).decoder(length), audit.max_new_tokens
+def decoded(audit: Audit, chains: Chains, length: int) -> Counted:
+    """What decoding the prompts here accepts of a drafter's chains of `length` tokens."""
+    decoder, new = chains.decoder(length), audit.max_new_tokens
     stats = decoder.generate(audit.prompts, max_new_tokens=new, use_model_defaults=False).stats
     drafts = [n - 1 for row in stats.accept_lengths for n in row]
     reached = tuple(sum(n > place for n in drafts) for place in range(length))

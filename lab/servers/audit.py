@@ -7,7 +7,6 @@ rounding; sampled tokens should follow its law; log-probabilities should be its 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -78,15 +77,19 @@ class Audit:
     prompts: list[list[int]]
     max_new_tokens: int
     samples: int  # for each of two prompts
-    head: Path | None = None  # that the server should draft with
+    draft: str | None = None  # what the server should draft with, as `named_draft` reads it
     greedy: list[Read] = field(default_factory=list)  # answers to the prompts, once asked
     drafts: Counted | None = None  # of the server for those
-    drafts_here: Counted | None = None  # by the same head
+    drafts_here: Counted | None = None  # by the same drafter
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's tokenizer."""
         return self.server.tokenizer
+
+    def steps(self, accepted: int) -> int:
+        """Steps that wrote the greedy answers after their first tokens, with so many accepted."""
+        return sum(len(read.reply.ids) - 1 for read in self.greedy) - accepted
 
     def asked(self, prompts: list[list[int]]) -> list[Read]:
         """Greedy answers to prompts, as the target sees them."""

@@ -1,4 +1,4 @@
-"""A head for a server of other software: the layout that it reads, and a script that starts it.
+"""A drafter for a server of other software: files that it reads, and a script that starts it.
 
 The script names the method and the number of drafted tokens, K, itself: nothing is left to guesses
 from paths. K follows from what was measured of the head.
@@ -9,6 +9,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -17,12 +18,18 @@ from transformers.utils import cached_file
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.errors import UserError, first_line
+from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import FORMATS, TargetFacts
+from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
 from drafthead.heads.storage.files import fresh_folder, write_text
+from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.gguf_files import gguf_of, model_folder
 from drafthead.heads.target.target import Target
+from drafthead.infer.drafters.lookup import LONGEST
+from drafthead.infer.loaded import DEFAULT_CHAIN, NamedDraft, named_draft
+from drafthead.lab.servers.vllm_lookup import FOLDER, LookupProposer
 
 SCRIPT, FILES = "serve.sh", "head"  # in the folder that is written
 DEFAULT_K = 3  # of a head that drafts token by token and was not measured: vLLM's and llama.cpp's
@@ -49,6 +56,20 @@ METHODS: dict[str, dict[str, str]] = {
         "dspark": "draft-dspark",
         "speculators": "draft-dspark",
     },
+}
+# What else drafts, by its kind, and what servers call their method.
+OTHERS: dict[str, dict[str, str]] = {
+    "model": {"vllm": "draft_model", "sglang": "STANDALONE", "llamacpp": "draft-simple"},
+    "ngrams": {"vllm": "custom_class"},
+    "lookup": {"vllm": "ngram"},
+}
+LAYOUTS = {"model": "transformers", "ngrams": "ngrams", "lookup": "none"}
+# More keys of vLLM's methods: EAGLE-3's code runs P-EAGLE, all tokens in one pass; lookup finds
+# matches of the lengths that ours finds.
+KEYS: dict[str, dict[str, Any]] = {
+    "peagle": {"method": "eagle3", "parallel_drafting": True},
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": LONGEST},
+    "custom_class": {"model": f"{LookupProposer.__module__}.{LookupProposer.__qualname__}"},
 }
 # Options of heads that llama.cpp b11434 lacks, though the layout has them: it drops `norm_output`
 # without a word, and its converter ends at the others. By layout.
@@ -78,10 +99,10 @@ OTHER_HELP = "`drafthead train --init eagle3-portable` trains a head that the th
 
 @dataclass(frozen=True)
 class Served:
-    """What a script starts: a head that was exported for a server."""
+    """What a script starts: a drafter that was exported for a server."""
 
     server: str
-    head: str  # its path
+    head: str  # its path, or what else `--draft` takes
     layout: str
     method: str  # the server's name of it
     target: str  # its folder, file or hub id
@@ -92,6 +113,32 @@ class Served:
     def model(self) -> str:
         """What clients call the model."""
         return Path(self.target).name
+
+
+def export_named(server: str, name: str, target: str | None, folder: Path) -> Served:
+    """Write for a server what `name` drafts with: a head, or what else `--draft` takes.
+
+    `target` may be left out for heads that name theirs. Raises UserError as `export_for`.
+    """
+    draft = named_draft(name)
+    if draft.name == "head":
+        path = Path(draft.argument)
+        head, facts, loaded = read_head(path, target)
+        return export_for(server, head, path, facts, loaded, folder)
+    if target is None:
+        raise UserError(f"{name} does not name its target: name it with --target")
+    return export_other(server, draft, target, folder)
+
+
+def read_head(path: Path, target: str | None) -> tuple[DraftHead, TargetFacts, Target | None]:
+    """A head of any format, what is known of its target, and that, loaded if it is named.
+
+    Raises UserError for what cannot be read.
+    """
+    loaded = load_decoder_only(target, "float32", "cpu") if target else None
+    facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
+    _, foreign = read_foreign(path, facts)
+    return build_head(foreign, path, loaded), facts.completed(foreign.target), loaded
 
 
 def export_for(
@@ -108,8 +155,7 @@ def export_for(
     and `target` is as in `export_head`. Raises UserError when no layout that the server reads can
     express the head: the reason for each, and what would help.
     """
-    if server not in METHODS:
-        raise UserError(f"--for {server}: known servers are {', '.join(METHODS)}")
+    check_server(server)
     if facts.name is None:
         raise UserError(f"{path} does not name its target: name it with --target")
     tokens, reason = drafted_tokens(head, facts.name)
@@ -119,6 +165,36 @@ def export_for(
         served = Served(server, str(path), layout, method, facts.name, tokens, reason)
         write_text(temporary / SCRIPT, script(served))
     return served
+
+
+def export_other(server: str, draft: NamedDraft, target: str, folder: Path) -> Served:
+    """Copy what drafts without being a head into a folder, and write its `serve.sh`.
+
+    Raises UserError when the server has no method for it.
+    """
+    check_server(server)
+    method = OTHERS.get(draft.name, {}).get(server)
+    if method is None:
+        able = ", ".join(kind for kind, servers in OTHERS.items() if server in servers)
+        corpus = "; `data index --corpus` writes what SGLang looks texts up in"
+        raise UserError(
+            f"{server} cannot draft with {draft}: beside heads it takes {able}"
+            f"{corpus if server == 'sglang' else ''}"
+        )
+    with fresh_folder(folder) as temporary:
+        if draft.argument:
+            copytree(local_copy(Path(model_folder(draft.argument))), temporary / FILES)
+        name, reason = draft.argument or draft.name, "the default: nothing was measured"
+        layout = LAYOUTS[draft.name]
+        served = Served(server, name, layout, method, target, DEFAULT_CHAIN, reason)
+        write_text(temporary / SCRIPT, script(served))
+    return served
+
+
+def check_server(server: str) -> None:
+    """Raise UserError for a server that is not known."""
+    if server not in METHODS:
+        raise UserError(f"--for {server}: known servers are {', '.join(METHODS)}")
 
 
 def exported(
@@ -240,18 +316,23 @@ def script(served: Served) -> str:
 
 def vllm_command(served: Served) -> list[str]:
     """vLLM's command."""
-    peagle = served.method == "peagle"  # which EAGLE-3's code runs, all tokens in one pass
-    drafts = {
-        "method": "eagle3" if peagle else served.method,
-        "num_speculative_tokens": served.tokens,
-        **({"parallel_drafting": True} if peagle else {}),
-    }
-    spliced = f'{json.dumps(drafts)[:-1]}, "model": "'
+    method, tokens = served.method, served.tokens
+    drafts = {"method": method, "num_speculative_tokens": tokens, **KEYS.get(method, {})}
+    files = method not in ("ngram", "custom_class")
+    spoken = with_files(drafts, "model") if files else quote(json.dumps(drafts))
+    table = [f"  --additional-config {with_files({}, FOLDER)} \\"]
     return [
         f'exec "${{VLLM:-vllm}}" serve {quote(str(model_folder(served.target)))} \\',
         f'  --served-model-name {quote(served.model)} --port "${{PORT:-8000}}" \\',
-        f'  --speculative-config \'{spliced}\'"$HERE/{FILES}"\'"}}\' ${{OPTIONS:-}} "$@"',
+        *(table if method == "custom_class" else []),
+        f'  --speculative-config {spoken} ${{OPTIONS:-}} "$@"',
     ]
+
+
+def with_files(settings: dict[str, Any], key: str) -> str:
+    """Settings as JSON for the shell, the folder of the drafter's files under one more key."""
+    begun = json.dumps({**settings, key: ""}).removesuffix('"}')
+    return f"'{begun}'\"$HERE/{FILES}\"'\"}}'"
 
 
 def sglang_command(served: Served) -> list[str]:
@@ -265,7 +346,7 @@ def sglang_command(served: Served) -> list[str]:
         f"{quote(str(model_folder(served.target)))} \\",
         f'  --served-model-name {quote(served.model)} --port "${{PORT:-8000}}" --enable-metrics \\',
         f"  --speculative-algorithm {served.method} \\",
-        *(chains if served.method.startswith("EAGLE") else []),  # blocks are as long as the head's
+        *([] if served.method.startswith("D") else chains),  # blocks are as long as the head's
         f'  --speculative-draft-model-path "$HERE/{FILES}" ${{OPTIONS:-}} "$@"',
     ]
 
@@ -277,9 +358,10 @@ def llamacpp_commands(served: Served) -> list[str]:
     convert = (
         '"${PYTHON:-python3}" "${LLAMA_CPP:?is the folder of its sources}/convert_hf_to_gguf.py"'
     )
+    beside = "" if served.layout == LAYOUTS["model"] else f"--target-model-dir {folder} "
     lines = [
         f'[ -f "$HERE/head.gguf" ] || {convert} "$HERE/{FILES}" \\',
-        f'  --target-model-dir {folder} --outtype bf16 --outfile "$HERE/head.gguf"',
+        f'  {beside}--outtype bf16 --outfile "$HERE/head.gguf"',
     ]
     model = quote(str(file))
     if file is None:

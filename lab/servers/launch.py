@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import requests
 
@@ -34,15 +35,20 @@ def launch(folder: Path, served: Served) -> None:
 
 
 @contextmanager
-def running(folder: Path, served: Served) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def running(
+    folder: Path, served: Served, log: IO[bytes] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address of a server that a script starts, and its process, while the block runs.
 
-    Raises UserError when it ends before it is ready.
+    What it prints is seen here, or goes into `log`. Raises UserError when it ends before it is
+    ready.
     """
     address = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}"
     script = folder / SCRIPT
     # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
-    process = subprocess.Popen(["sh", str(script)], start_new_session=True)
+    process = subprocess.Popen(
+        ["sh", str(script)], start_new_session=True, stdout=log, stderr=log and subprocess.STDOUT
+    )
     try:
         while not is_ready(address):
             if process.poll() is not None:

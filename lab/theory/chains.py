@@ -17,7 +17,8 @@ from drafthead.heads.trees.tree import Budget, TreeShape
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
-from drafthead.infer.loaded import NamedDraft
+from drafthead.infer.drafters.store_lookup import DEPTH, LookupChains
+from drafthead.infer.loaded import NamedDraft, store_lookup
 from drafthead.lab.profiling.pass_times import after_random_text, pass_alone, proposals_alone
 from drafthead.lab.speedup_model import MAX_CHAIN
 
@@ -74,6 +75,12 @@ def model_chains(name: str, model: Target, target: Target) -> Chains:
 def lookup_chains(name: str, target: Target) -> Chains:
     """Prompt lookup; where it finds nothing, a chain of no tokens counts as one that is refused."""
     return Chains(name, target, MAX_CHAIN, PromptLookup)
+
+
+def ngram_chains(name: str, folder: Path, target: Target) -> Chains:
+    """Chains from a table of n-grams and the row's past, shorter where those know little."""
+    drafter = LookupChains(store_lookup(folder, target).table)
+    return Chains(name, target, DEPTH, lambda n: drafter)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """`drafthead data index`: counts of what a target has written, for lookup while decoding."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +37,10 @@ def main(
             callback=an_order,
         ),
     ] = ORDERS[-1],
+    corpus: Annotated[
+        Path | None,
+        typer.Option(help="Also write the answers into this file, as SGLang looks texts up in it."),
+    ] = None,
     rows: options.Rows,
 ) -> None:
     """Count what a target has written, so that decoding can look up what followed the same words.
@@ -45,7 +50,9 @@ def main(
     more of its own answers there are, the better. The answers to one prompt of 50 are left out, and
     show how many tokens a pass the others would have brought for them.
     """
-    from drafthead.heads.storage.files import fresh_folder
+    import json
+
+    from drafthead.heads.storage.files import fresh_folder, write_text
     from drafthead.heads.target.any_target import tokenizer_named
     from drafthead.heads.target.loading import vocabulary_of
     from drafthead.infer.drafters.ngram_table import NgramTable
@@ -63,4 +70,8 @@ def main(
             raise UserError(f"{data} holds no answers to index: add some")
         counted = NgramTable.of(left, vocabulary_of(tokenizer), ngrams)
         counted.save(folder)
+    if corpus is not None:
+        # SGLang encodes each line's string again, without tokens that it would add.
+        texts = (tokenizer.decode(answer, clean_up_tokenization_spaces=False) for answer in left)
+        write_text(corpus, "".join(json.dumps(text) + "\n" for text in texts))
     show(counted, len(left), held_out, output)

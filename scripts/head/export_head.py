@@ -1,5 +1,6 @@
 """`drafthead head export`: writes a head in the files that other software reads."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +10,14 @@ from drafthead.scripts import options
 
 
 def main(
-    head: options.HeadPath,
+    head: Annotated[
+        Path,
+        typer.Argument(
+            help="Trained head: a folder or a file of any known format, or OWNER/NAME on the hub. "
+            "With --for also a draft model, a table of n-grams, or lookup.",
+            metavar="HEAD",
+        ),
+    ],
     output: options.NewFolder,
     server: Annotated[
         str | None,
@@ -28,7 +36,9 @@ def main(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="The head's target, for formats that hold copies of its weights."),
+        typer.Option(
+            help="The target, for formats that hold copies of its weights, and for what is no head."
+        ),
     ] = None,
 ) -> None:
     """Write a head for another program, if that program computes the same.
@@ -37,28 +47,20 @@ def main(
     plain torch. If its probabilities for a chain of drafted tokens differ from this head's, the
     files are removed. If no format can express the head, the error names what each lacks.
     """
-    from drafthead.heads.formats import build_head, read_foreign
-    from drafthead.heads.formats.base import TargetFacts
     from drafthead.heads.formats.exporting import export_head
-    from drafthead.heads.target.any_target import load_decoder_only
     from drafthead.lab.servers import launch as launching
-    from drafthead.lab.servers.export_for import SCRIPT, export_for
+    from drafthead.lab.servers.export_for import SCRIPT, export_named, read_head
 
     if (format is None) == (server is None):
         raise UserError("name a server with --for, or a layout with --format")
     if launch and server is None:
         raise UserError("--launch starts the server that --for names")
-    loaded = load_decoder_only(target, "float32", "cpu") if target else None
-    facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()
-    _, foreign = read_foreign(head, facts)
-    ours = build_head(foreign, head, loaded)
-    described = facts.completed(foreign.target)
     if format is not None:
-        difference = export_head(ours, described, loaded, format, output)
+        difference = export_head(*read_head(head, target), format, output)
         print(f"{output}: {format}, log-probabilities replayed within {difference:.1e}")
         return
     assert server is not None
-    served = export_for(server, ours, head, described, loaded, output)
+    served = export_named(server, str(head), target, output)
     print(f"{output}/{SCRIPT}: {served.layout}, method {served.method}, K = {served.tokens}")
     print(f"K: {served.reason}")
     if launch:

@@ -17,8 +17,10 @@ from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.target.target import Target
-from drafthead.lab.servers.export_for import Served, export_for
+from drafthead.infer.drafters.ngram_table import NgramTable
+from drafthead.lab.servers.export_for import Served, export_for, export_named
 from drafthead.lab.servers.launch import is_ready, launch
+from drafthead.lab.servers.vllm_lookup import FOLDER
 
 # Prints its arguments, as the programs that scripts start.
 PRINTS = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
@@ -64,6 +66,16 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
+def started(folder: Path, server: str, programs: Path) -> list[str]:
+    """What the script in a folder gives to its server."""
+    variable = {"vllm": "VLLM", "sglang": "PYTHON", "llamacpp": "LLAMA_SERVER"}[server]
+    environment = {**os.environ, variable: program(programs, PRINTS), "OPTIONS": "--one 1"}
+    ran = subprocess.run(
+        ["sh", str(folder / "serve.sh"), "--two"], env=environment, capture_output=True, check=True
+    )
+    return json.loads(ran.stdout)
+
+
 @pytest.mark.parametrize(
     ("server", "kind", "options", "layout", "method"),
     [
@@ -85,12 +97,7 @@ def test_a_server_gets_the_layout_that_it_reads(
     assert (served.layout, served.method) == (layout, method)
     (folder / "head.gguf").touch()  # as if it had been converted
     (folder / "target.gguf").touch()
-    variable = {"vllm": "VLLM", "sglang": "PYTHON", "llamacpp": "LLAMA_SERVER"}[server]
-    environment = {**os.environ, variable: program(tmp_path, PRINTS), "OPTIONS": "--one 1"}
-    ran = subprocess.run(
-        ["sh", str(folder / "serve.sh"), "--two"], env=environment, capture_output=True, check=True
-    )
-    arguments = json.loads(ran.stdout)
+    arguments = started(folder, server, tmp_path)
     assert arguments[-3:] == ["--one", "1", "--two"]
     if server == "vllm":
         drafts = json.loads(arguments[arguments.index("--speculative-config") + 1])
@@ -122,6 +129,43 @@ def test_a_server_gets_the_layout_that_it_reads(
 def test_what_a_server_lacks_is_said_with_what_helps(exported, server, kind, options, told):
     with pytest.raises(UserError, match=told):
         exported(server, kind, options)
+
+
+@pytest.mark.parametrize(
+    ("server", "kind", "method"),
+    [
+        ("vllm", "model", "draft_model"),
+        ("vllm", "ngrams", "custom_class"),
+        ("vllm", "lookup", "ngram"),
+        ("sglang", "model", "STANDALONE"),
+        ("llamacpp", "model", "draft-simple"),
+        ("sglang", "ngrams", None),
+    ],
+)
+def test_what_is_no_head_is_exported_too(server, kind, method, target, tmp_path):
+    (_, name), folder, store = target, tmp_path / "served", tmp_path / "store"
+    given = {"model": name, "ngrams": str(store), "lookup": "lookup"}[kind]
+    store.mkdir()
+    NgramTable.of([[5, 6, 7]], "vocabulary", 2).save(store)
+    if method is None:
+        with pytest.raises(UserError, match=r"cannot draft with ngrams:.*`data index --corpus`"):
+            export_named(server, given, name, folder)
+        return
+    served = export_named(server, given, name, folder)
+    assert (served.method, served.target) == (method, name)
+    for file in ("head.gguf", "target.gguf"):  # as if they had been converted
+        (folder / file).touch()
+    arguments = started(folder, server, tmp_path)
+    if server != "vllm":
+        assert method in arguments and any(f"{folder}/head" in word for word in arguments)
+        return
+    drafts = json.loads(arguments[arguments.index("--speculative-config") + 1])
+    assert drafts["method"] == method and drafts["num_speculative_tokens"] == served.tokens
+    if kind == "ngrams":
+        more = json.loads(arguments[arguments.index("--additional-config") + 1])
+        assert more == {FOLDER: f"{folder}/head"} and drafts["model"].endswith(".LookupProposer")
+    else:
+        assert drafts.get("model") == (f"{folder}/head" if kind == "model" else None)
 
 
 def test_k_follows_from_what_was_measured(exported, tmp_path):

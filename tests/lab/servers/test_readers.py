@@ -23,7 +23,7 @@ def test_a_server_reads_the_head_as_we_do(server: str) -> None:
     missing = [name for name in NEEDED[server] if name not in os.environ]
     if missing or not (cache_folder("models") / "smollm2").exists():
         pytest.skip(f"{server} needs {', '.join(missing) or 'drafthead fetch smollm2'}")
-    head = Path(os.environ["PORTABLE_HEAD"]) if server == "llamacpp" else SHIPPED
+    head = os.environ["PORTABLE_HEAD"] if server == "llamacpp" else str(SHIPPED)
     target = load_decoder_only("smollm2", "bfloat16", "cpu")
     row = audited(server, head, "smollm2", target, 48)
     assert row["findings"][TEXT]["remedy"] is None, row

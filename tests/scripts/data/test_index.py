@@ -54,6 +54,17 @@ def test_ngrams_are_counted_and_measured(run, tmp_path: Path) -> None:
     assert byte_tokenizer().decode(next(iter(table.distribution(past)))) == "c"
 
 
+def test_a_corpus_for_sglang_holds_the_indexed_answers(run, tmp_path: Path) -> None:
+    status, _, _ = run(3, tmp_path / "store", "--corpus", str(tmp_path / "corpus.jsonl"))
+    texts = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
+    assert status == 0 and len(texts) == 6
+    tokenizer = byte_tokenizer()
+    for number, text in enumerate(texts):  # as SGLang encodes them
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids[:-1]) == "abcd " * (2 + number % 7)
+        assert ids[-1] == tokenizer.eos_token_id
+
+
 def test_prompt_lookup_alone_stands_beside_the_table(run, tmp_path: Path) -> None:
     """It has to see a word before it can repeat it; the table knows the word."""
     _, out, _ = run(PROMPTS, tmp_path / "store")
