@@ -29,10 +29,8 @@ class LookupProposer:
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer)
         folder = Path(vllm_config.additional_config[FOLDER])
         self.lookup = LookupChains(load_table(folder, vocabulary_of(tokenizer)))
-        self.most, self.longest = (
-            vllm_config.speculative_config.num_speculative_tokens,
-            model.max_model_len,
-        )
+        self.most = vllm_config.speculative_config.num_speculative_tokens
+        self.longest = model.max_model_len
         self.histories: dict[int, History] = {}  # by row
 
     def load_model(self, *_model: object) -> None:
