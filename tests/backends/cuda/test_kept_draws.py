@@ -49,14 +49,14 @@ def case(dtype: torch.dtype) -> torch.Tensor:
 )
 def test_the_first_of_what_is_kept_is_found(law: SamplingConfig, dtype: torch.dtype) -> None:
     """Where the quickest tokens are mostly not kept, and by the speeds of races."""
-    logits, settings = case(dtype)[:, :1], law.settings(DEVICE)
+    logits, settings = case(dtype)[2:6, :1], law.settings(DEVICE)
     generator = torch.Generator().manual_seed(1)
     kept = probabilities(logits, law) > 0
     has_mass = probabilities(logits, SamplingConfig(law.temperature)) > 0
     speeds = torch.rand(logits.shape, generator=generator).to(DEVICE) * has_mass
     found = first_kept(logits, logits.float().amax(-1, True), speeds, settings)
     assert found.equal((speeds * kept).argmax(-1))
-    keys = torch.arange(8, device=DEVICE)[:, None]
+    keys = torch.arange(4, device=DEVICE)[:, None]
     given = keys, keys, keys, settings, True
     assert draw(logits, *given).equal(sampling.draw(logits, *given))
 
