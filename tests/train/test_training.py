@@ -287,14 +287,15 @@ def test_kept_paths_are_the_most_frequent_and_form_a_tree():
 
 
 # Heads learn the answers here: a random target's own distribution is so flat that little can be
-# learnt of it. EAGLE has to say them through that target's small, frozen output head.
+# learnt of it. EAGLE and MTP have to say them through that target's small, frozen output head.
 FROM_LABELS = {
+    "mtp": ("head.loss=hard", "optimizer.muon_lr=0.1", "optimizer.lr=0.02"),
     "eagle": (
         "head.loss=hard",
         "head.token_weight=1",
         "head.feature_weight=0",
         "optimizer.muon_lr=0.1",
-    )
+    ),
 }
 
 
