@@ -225,6 +225,8 @@ def refuse_lacking(server: str, layout: str, head: DraftHead) -> None:
     lacking: dict[str, tuple[Any, ...]] = LLAMACPP[layout] if server == "llamacpp" else {}
     if server == "vllm" and head.family == "eagle3" and config.mask_token is not None:
         lacking = PEAGLE
+    if server == "vllm" and head.family == "eagle":
+        lacking = {"fc_bias": (False,)}  # which it drops without a word
     if server == "llamacpp" and layout == "speculators" and head.family == "eagle3":
         raise UserError("of the layout speculators it reads DSpark alone")
     for option, able in lacking.items():

@@ -116,6 +116,7 @@ def test_a_server_gets_the_layout_that_it_reads(
         ("llamacpp", "eagle3", {**EAGLE3, "num_layers": 2}, r"lacks head\.num_layers 2"),
         ("llamacpp", "eagle3", {**EAGLE3, "norm_feedback": True}, r"lacks head\.norm_feedback"),
         ("llamacpp", "parallel", {**DSPARK, "correction": "gated"}, r"head\.correction 'gated'"),
+        ("vllm", "eagle", {}, r"its reader of eagle lacks head\.fc_bias True"),
         ("vllm", "hydra", {}, r"family hydra: it reads heads of the families eagle, eagle3"),
         (
             "vllm",
