@@ -44,7 +44,7 @@ THEIRS = (
     "--draft-attn-impl sdpa --loss-implementation eager --num-workers 0"
 )
 OURS = (
-    "data.max_length=512 train.batch_rows=2 train.micro_batch_rows=2 head.draft_vocab_size=8192 "
+    "data.max_length=1024 train.batch_rows=1 train.micro_batch_rows=1 head.draft_vocab_size=8192 "
     "data.validation_share=null train.curve=false"
 )
 
