@@ -154,14 +154,20 @@ class Eagle3Head(RecurrentHead):
         return FeatureSpec(layers=self.config.taps, last=True)
 
     def initialize(self, target: Target) -> None:
-        """Copy the target's output head and the scale of its final norm, if they fit."""
+        """Copy the target's output head, if it fits, and have it guess nearly evenly at first.
+
+        By the scale of the target's final norm, outputs that know nothing yet would be sure of
+        random tokens: on SmolLM2 the first ten steps end at twice the loss.
+        """
         if self.config.hidden_size != self.config.target_hidden_size:
             return
         self.copy_embeddings(target)
         weight = target.output_weight()
         ids = self.draft_ids
-        self.lm_head.weight.data.copy_(weight if ids is None else weight[ids.to(weight.device)])
-        self.norm.weight.data.copy_(target.final_norm_scale())
+        rows = weight if ids is None else weight[ids.to(weight.device)]
+        self.lm_head.weight.data.copy_(rows)
+        # Normed outputs of D random numbers then have logits of variance 1.
+        self.norm.weight.data.fill_(rows.float().square().sum(-1).mean().rsqrt().item())
 
     def encode(self, features: Features) -> torch.Tensor:
         """The states [B, T, D]: the taps, normed and mixed."""

@@ -196,14 +196,19 @@ def test_noise_on_the_features_is_for_training_alone(target, make_head) -> None:
     assert noise.abs().max() <= 0.5 and noise.std().item() == pytest.approx(0.5 / 3**0.5, rel=0.1)
 
 
-def test_a_fresh_eagle3_head_reads_its_outputs_as_the_target_would(target) -> None:
+@pytest.mark.parametrize("scale", [0.1, 8.0])
+def test_a_fresh_eagle3_head_has_the_targets_output_head_and_guesses_evenly(
+    make_target, scale
+) -> None:
+    target = make_target()
+    target.model.get_output_embeddings().weight.data.mul_(scale)
     config = HEADS["eagle3"].config_class(draft_vocab_size=5)
     counts = torch.zeros(target.vocab_size)
     counts[[3, 9, 20, 21, 60]] = 1
     head = new_head("eagle3", config, target, counts)
-    hidden = torch.randn(4, target.hidden_size)
-    expected = target.project(target.final_norm(hidden))[:, [3, 9, 20, 21, 60]]
-    torch.testing.assert_close(head.logits(hidden, target), expected)
+    torch.testing.assert_close(head.lm_head.weight.data, target.output_weight()[[3, 9, 20, 21, 60]])
+    logits = head.logits(100 * torch.randn(400, target.hidden_size), target)
+    assert logits.std().item() == pytest.approx(1, rel=0.1)
 
 
 # Trees
