@@ -15,6 +15,7 @@ DRAFT_SUPPORT = 64
 LEAST_DRAFT_PROBABILITY = 1e-200
 # Quotients of logits up to 1e8 and temperatures from 1e-30 on are finite in float32.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
+LEAST_TOP_P = 1e-30
 # Stands for the token where logits describe no distribution. The host finds it among a step's
 # tokens, so that no other copy has to be awaited. No token of a vocabulary is negative.
 NO_TOKEN = -1
@@ -48,8 +49,9 @@ class SamplingConfig:
             )
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or above, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must lie in (0, 1], got {self.top_p}")
+        # Rounded to 0 in float32 it would keep no token, and the kernel for GPUs would not end.
+        if not LEAST_TOP_P <= self.top_p <= 1:
+            raise UserError(f"top_p must lie in (0, 1], at least {LEAST_TOP_P:g}, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p must lie in [0, 1], got {self.min_p}")
         if not 0 < self.typical_p <= 1:

@@ -331,8 +331,7 @@ class Building:
     def options_of(self, drafts: list[str]) -> str:
         """The options that name the target, what drafts, and whether passes are compiled."""
         named = "".join(f" --draft {quote(draft)}" for draft in drafts)
-        compiled = " --compile" if self.choices.compile else ""
-        return f" {self.choices.model_options}{named}{compiled}"
+        return f" {self.choices.model_options}{named}{self.choices.compile_option}"
 
     def export(self) -> Facts:
         """The servers that can read the head, each layout checked against its reader."""
@@ -373,7 +372,7 @@ class Building:
         mode, target = self.fact("race", "fastest"), self.choices.target
         named = drafts_by_name(self.drafts)
         drafts = [str(named.get(name, name)) for name in mode.split(" + ") if name != PLAIN]
-        compiled = ", compile=True" if self.choices.compile else ""
+        compiled = "" if self.choices.compile is None else f", compile={self.choices.compile}"
         lines = [
             self.fact("race", "headline"),
             f"  drafthead chat{self.options_of(drafts)}",

@@ -152,7 +152,8 @@ def common_window(file: Path, keys: LayerKeys, num_layers: int) -> int:
     if kinds != {SLIDING} or not window:
         raise UserError(
             f"{file}: layer_types is {shown(keys.layer_types)} with a sliding_window of {window}, "
-            "but our layers slide all or none, by a window with a size"
+            "but our layers slide all or none, by a window with a size; serve it with the software "
+            "that trained it"
         )
     return window
 

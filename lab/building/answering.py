@@ -72,7 +72,7 @@ class Answering:
     @cached_property
     def rows(self) -> int:
         """Prompts answered at a time; a folder keeps to what it began with."""
-        return int(self.folder.fact("prompts", "rows") or rows_at_once(self.decoder()))
+        return self.folder.once("rows", lambda: rows_at_once(self.decoder()))
 
     def forget(self) -> None:
         """Give the target's memory back, to other processes as well."""
@@ -85,22 +85,23 @@ class Answering:
         chosen = self.choices
         if chosen.prompts:
             given = part_given(chosen.prompts, chosen.minutes, chosen.seed, self.files)
-            return {"given": given, "rows": self.rows}
+            return {"given": given}
         held = HeldOut.of(chosen.minutes, None)
         self._invent(held.both)
         part_invented(self.files, held)
         return {
-            "held": held.both, "rows": self.rows,
-            "by_hand": f"drafthead data invent {chosen.model_options} --seed {chosen.seed} "
-            f"{'--compile ' * bool(chosen.compile)}--number {held.both} "
+            "held": held.both,
+            "by_hand": f"drafthead data invent {chosen.model_options}{chosen.compile_option} "
+            f"--seed {chosen.seed} --number {held.both} "
             f"--batch-size {2 * self.rows} --output {quote(str(self.files.invented))}",
-        }  # fmt: skip
+        }
 
     def _invent(self, number: int) -> None:
         """Have so many messages of users; raises UserError where the target cannot write any."""
         chosen = self.choices
+        # Without `compile`: a build that was given more time may compile, and goes on here.
         settings = InventSettings(
-            chosen.target, seed=chosen.seed, dtype=chosen.dtype, compile=bool(chosen.compile),
+            chosen.target, seed=chosen.seed, dtype=chosen.dtype,
             batch_size=2 * self.rows,  # what is left of a batch is drawn again for the next window
         )  # fmt: skip
         try:

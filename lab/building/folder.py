@@ -5,7 +5,7 @@ of that what its own files do not keep.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -46,6 +46,11 @@ class Choices:
         device = "" if self.device == "auto" else f" --device {self.device}"
         return f"--target {quote(self.target)}{dtype}{device}"
 
+    @property
+    def compile_option(self) -> str:
+        """Whether passes are compiled, as other verbs have it."""
+        return {None: "", True: " --compile", False: " --no-compile"}[self.compile]
+
 
 class Stage(NamedTuple):
     """A stage of a build."""
@@ -76,6 +81,7 @@ class BuildFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self.kept: Facts = {}  # see `once`
         self.stages: dict[str, Facts] = {}  # those that are done, by what they found
 
     def begin(self, choices: Choices) -> None:
@@ -90,6 +96,7 @@ class BuildFolder:
             try:
                 record = yaml.safe_load(file.read_text(encoding="utf-8"))
                 before, self.stages = record["choices"], record["stages"]
+                self.kept = record.get("kept", {})
             except (yaml.YAMLError, KeyError, TypeError) as error:
                 raise UserError(f"{file} cannot be read: restore it, or remove it") from error
             self._repeat_from(before)
@@ -114,6 +121,13 @@ class BuildFolder:
         self.stages[stage] = {"seconds": round(seconds, 2), **facts}
         self._save()
 
+    def once(self, name: str, find: Callable[[], int]) -> int:
+        """A number that is found once: a stage that was killed goes on with it."""
+        if name not in self.kept:
+            self.kept[name] = find()
+            self._save()
+        return int(self.kept[name])
+
     def fact(self, stage: str, name: str) -> Any:
         """What a stage that is done has found; None where it has not."""
         return self.stages.get(stage, {}).get(name)
@@ -124,6 +138,6 @@ class BuildFolder:
         return sum(facts["seconds"] for facts in self.stages.values())
 
     def _save(self) -> None:
-        record = {"choices": self.choices, "stages": self.stages}
+        record = {"choices": self.choices, "kept": self.kept, "stages": self.stages}
         text = yaml.safe_dump(record, sort_keys=False, width=1000, allow_unicode=True)
         write_text(self.path / RECORD, TITLE + text)

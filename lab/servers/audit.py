@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
+from drafthead.infer.loaded import named_draft
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit
@@ -37,6 +39,7 @@ TIE_STEPS, WIDEST_TIE = 4, 1.0
 WRONG_SHARE = 0.3  # of tokens: then it is another model or another text, not a fault at some tokens
 FALSE_ALARM = 1e-3  # of the test of sampled tokens
 LOGPROB_ERROR = 0.25  # nats on average
+COMPARED = ("head", "model", "lookup", "ngrams")  # kinds of drafters
 TEMPERATURES = torch.linspace(0.3, 2.0, 69)
 
 
@@ -81,6 +84,15 @@ class Audit:
     greedy: list[Read] = field(default_factory=list)  # answers to the prompts, once asked
     drafts: Counted | None = None  # of the server for those
     drafts_here: Counted | None = None  # by the same drafter
+
+    def __post_init__(self) -> None:
+        """Raises UserError for what is not compared here, before the server is asked anything."""
+        kind = None if self.draft is None else named_draft(self.draft).name
+        if kind not in (None, *COMPARED):
+            raise UserError(
+                f"--head {self.draft}: drafts of {', '.join(COMPARED)} are compared with decoding "
+                "here; leave it out"
+            )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -24,10 +24,12 @@ from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
 from drafthead.heads.storage.files import fresh_folder, write_text
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.heads.target.any_target import load_decoder_only, tokenizer_named
 from drafthead.heads.target.gguf_files import gguf_of, model_folder
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.lookup import LONGEST
+from drafthead.infer.drafters.store_lookup import load_table
 from drafthead.infer.loaded import DEFAULT_CHAIN, NamedDraft, named_draft
 from drafthead.lab.servers.vllm_lookup import FOLDER, LookupProposer
 
@@ -170,7 +172,7 @@ def export_for(
 def export_other(server: str, draft: NamedDraft, target: str, folder: Path) -> Served:
     """Copy what drafts without being a head into a folder, and write its `serve.sh`.
 
-    Raises UserError when the server has no method for it.
+    Raises UserError when the server has no method for it, and as `drafter_files`.
     """
     check_server(server)
     method = OTHERS.get(draft.name, {}).get(server)
@@ -183,12 +185,25 @@ def export_other(server: str, draft: NamedDraft, target: str, folder: Path) -> S
         )
     with fresh_folder(folder) as temporary:
         if draft.argument:
-            copytree(local_copy(Path(model_folder(draft.argument))), temporary / FILES)
+            copytree(drafter_files(draft, target), temporary / FILES)
         name, reason = draft.argument or draft.name, "the default: nothing was measured"
         layout = LAYOUTS[draft.name]
         served = Served(server, name, layout, method, target, DEFAULT_CHAIN, reason)
         write_text(temporary / SCRIPT, script(served))
     return served
+
+
+def drafter_files(draft: NamedDraft, target: str) -> Path:
+    """The folder of a draft model or a table of n-grams.
+
+    Raises UserError where there is none, and for a table of other tokens than the target's.
+    """
+    folder = local_copy(Path(model_folder(draft.argument)))
+    if draft.name == "ngrams":
+        load_table(folder, vocabulary_of(tokenizer_named(target)))
+    elif not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{folder} has no {CONFIG_FILE}: name the folder of a whole model")
+    return folder
 
 
 def check_server(server: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.lookup import History
 from drafthead.infer.drafters.store_lookup import LookupChains, load_table
@@ -24,10 +25,12 @@ class LookupProposer:
     """What vLLM asks for drafts after every step, by rows of its batch."""
 
     def __init__(self, vllm_config: Any):
-        """vLLM's settings; raises UserError for a table of another tokenizer's tokens."""
-        model = vllm_config.model_config
+        """vLLM's settings; raises UserError without a table, and for one of other tokens."""
+        model, more = vllm_config.model_config, vllm_config.additional_config
+        if FOLDER not in (more or ()):
+            raise UserError(f"vLLM needs a table: name its folder as {FOLDER} in additional_config")
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer)
-        folder = Path(vllm_config.additional_config[FOLDER])
+        folder = Path(more[FOLDER])
         self.lookup = LookupChains(load_table(folder, vocabulary_of(tokenizer)))
         self.most = vllm_config.speculative_config.num_speculative_tokens
         self.longest = model.max_model_len

@@ -296,6 +296,7 @@ def test_the_numbers_of_tokens_are_uniform_and_do_not_follow_from_their_neighbou
         {"temperature": float("inf")},
         {"top_k": -1},
         {"top_p": 0},
+        {"top_p": 1e-46},
         {"min_p": 1.5},
         {"typical_p": 0},
     ],

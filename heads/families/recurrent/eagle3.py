@@ -167,7 +167,8 @@ class Eagle3Head(RecurrentHead):
         rows = weight if ids is None else weight[ids.to(weight.device)]
         self.lm_head.weight.data.copy_(rows)
         # Normed outputs of D random numbers then have logits of variance 1.
-        self.norm.weight.data.copy_(rows.float().square().sum(-1).mean().rsqrt())
+        lengths = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+        self.norm.weight.data.copy_(lengths.square().mean().rsqrt())
 
     def encode(self, features: Features) -> torch.Tensor:
         """The states [B, T, D]: the taps, normed and mixed."""

@@ -6,7 +6,7 @@ output head, and stands for the hidden state of the next position.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.head_drafter import register_drafter
 from drafthead.heads.families.recurrent.drafter import RecurrentDrafter
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
-from drafthead.heads.layers.decoder_layer import LayerStore, Rotation
+from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotation
 from drafthead.heads.layers.own_layer import OwnLayer, OwnRotary, model_of_one_layer, mtp_layer_of
 from drafthead.heads.target.architecture import NORM_NAMES, find_module
 from drafthead.heads.target.features import Features
@@ -30,6 +30,12 @@ class MtpConfig(RecurrentConfig):
     depth: int = 3
     ttt_steps: ForTraining[int] = 3  # the one layer serves all depths (FastMTP, arXiv 2509.18362)
     layer: dict[str, Any] | None = None  # of a model of this one layer; None: from the target
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {field.name for field in fields(LayerConfig)} - {"hidden_size"} | {"num_layers"}
+        if beside := [n for n in sorted(sizes) if getattr(self, n) != getattr(MtpConfig, n)]:
+            raise ValueError(f"{beside[0]} is of the target's own layer here: leave it out")
 
     def like(self, target: Target) -> Self:
         """This configuration with a layer of the target's class, unless it has one."""

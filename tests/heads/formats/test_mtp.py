@@ -211,5 +211,7 @@ def test_what_is_no_layer_of_ours_is_refused(model, tmp_path: Path) -> None:
     save_file(without, folder / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(UserError, match="draft mtp is the target's own MTP layer: .* holds no"):
         Decoder.from_pretrained(target, draft="mtp")
+    with pytest.raises(ValueError, match="num_layers is of the target's own layer here"):
+        MtpConfig(num_layers=2)
     with pytest.raises(UserError, match="mtp cannot express a layer for .*, whose files have none"):
         export_head(head, TargetFacts.of(target), target, "mtp", tmp_path / "back")

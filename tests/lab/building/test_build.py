@@ -9,7 +9,7 @@ import pytest
 
 from drafthead.heads.errors import UserError
 from drafthead.lab.building import answering
-from drafthead.lab.building.answering import rows_at_once
+from drafthead.lab.building.answering import Answering, rows_at_once
 from drafthead.lab.building.budget import (
     AT_ONCE,
     Speeds,
@@ -170,6 +170,23 @@ def test_time_for_compiling_is_kept_and_shown(tmp_path) -> None:
         building.expect()
     longer = {n for n in STAGES if compiled.view.expected[n] > plain.view.expected[n] + 99}
     assert longer == {"evaluate", "race"}
+
+
+def test_prompts_are_invented_further_whatever_memory_is_free_and_however_passes_run(
+    monkeypatch, tmp_path
+) -> None:
+    """A run that was killed, then another card's memory, then enough time to compile."""
+    asked = []
+    monkeypatch.setattr(answering, "MessageSource", lambda _, settings: asked.append(settings))
+    monkeypatch.setattr(answering, "invent", lambda *_: None)
+    monkeypatch.setattr(Answering, "decoder", lambda _: None)
+    for rows, minutes, compile in ((128, 5.0, None), (64, 5.0, None), (32, 15.0, True)):
+        monkeypatch.setattr(answering, "rows_at_once", lambda _, rows=rows: rows)
+        choices = replace(CHOICES, minutes=minutes, compile=compile)
+        source = Answering(choices, begun(tmp_path, choices))
+        source._invent(60)
+        assert source.rows == 128
+    assert asked[0] == asked[1] == asked[2] and asked[0].batch_size == 256
 
 
 @pytest.mark.parametrize(("free", "rows"), [(1e9, 32), (12e9, 128), (80e9, 256)])

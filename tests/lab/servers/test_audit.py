@@ -15,6 +15,7 @@ from tiny import llama_config
 from transformers import LlamaForCausalLM
 from written import EAGLE3, random_head
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import encode_one
@@ -209,6 +210,11 @@ def test_counts_that_differ_by_chance_are_the_same():
     assert "first guesses are worse" in by_position(Counted(1000, (450, 200)), ours)
     assert same(Counted(0, (), 1.9), Counted(9, (9,)))
     assert not same(Counted(0, (), 1.2), Counted(9, (9,)))
+
+
+def test_drafts_that_are_not_compared_are_refused_before_anything_is_asked():
+    with pytest.raises(UserError, match="--head mtp: drafts of head, model, lookup, ngrams are"):
+        Audit(None, None, [], NEW, samples=0, draft="mtp")
 
 
 def test_a_head_can_be_misread_in_each_known_way():

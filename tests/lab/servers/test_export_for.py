@@ -11,11 +11,13 @@ from time import sleep
 
 import pytest
 import torch
+from tiny import byte_tokenizer
 from transformers import LlamaForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.lab.servers.export_for import Served, export_for, export_named
@@ -146,8 +148,10 @@ def test_what_a_server_lacks_is_said_with_what_helps(exported, server, kind, opt
 def test_what_is_no_head_is_exported_too(server, kind, method, target, tmp_path):
     (_, name), folder, store = target, tmp_path / "served", tmp_path / "store"
     given = {"model": name, "ngrams": str(store), "lookup": "lookup"}[kind]
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(name)
     store.mkdir()
-    NgramTable.of([[5, 6, 7]], "vocabulary", 2).save(store)
+    NgramTable.of([[5, 6, 7]], vocabulary_of(tokenizer), 2).save(store)
     if method is None:
         with pytest.raises(UserError, match=r"cannot draft with ngrams:.*`data index --corpus`"):
             export_named(server, given, name, folder)
@@ -167,6 +171,21 @@ def test_what_is_no_head_is_exported_too(server, kind, method, target, tmp_path)
         assert more == {FOLDER: f"{folder}/head"} and drafts["model"].endswith(".LookupProposer")
     else:
         assert drafts.get("model") == (f"{folder}/head" if kind == "model" else None)
+
+
+def test_no_folder_and_a_table_of_other_tokens_are_refused(target, tmp_path):
+    (_, name), store = target, tmp_path / "store"
+    byte_tokenizer().save_pretrained(name)
+    store.mkdir()
+    NgramTable.of([[5, 6, 7]], "other", 2).save(store)
+    for given, words in {
+        f"ngrams:{store}": "another tokenizer's tokens: make one",
+        f"ngrams:{tmp_path}/none": "is no table of n-grams that can be read",
+        f"model:{tmp_path}/none": r"none has no config\.json: name the folder",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            export_named("vllm", given, name, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
 
 
 def test_k_follows_from_what_was_measured(exported, tmp_path):

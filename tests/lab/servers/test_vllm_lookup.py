@@ -51,6 +51,8 @@ def test_rows_are_drafted_for_as_vllm_asks(tmp_path: Path) -> None:
     assert drafts("x" * (LONGEST - 1)) == [""]
 
 
-def test_a_table_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_no_table_and_one_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name its folder as drafthead_ngrams"):
+        LookupProposer(SimpleNamespace(model_config=None, additional_config={}))
     with pytest.raises(UserError, match="another tokenizer"):
         proposer(tmp_path, "other")
