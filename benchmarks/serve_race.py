@@ -1,8 +1,9 @@
 """Servers beside ours: `python benchmarks/serve_race.py --target smollm2 --prompts FILE`.
 
 Each contestant of `serve_race.yaml` is a server of its own. For 1, 4 and 16 clients they take
-turns, in random order in each round: every client sends greedy chats one after the other. Speeds
-are tokens of all clients a second, and medians over rounds; so are the times to the first text.
+turns, in random order in each round, and stand still in between: every client sends greedy chats
+one after the other. Speeds are tokens of all clients a second, and medians over rounds; so are the
+times to the first text.
 """
 
 import asyncio
@@ -56,7 +57,9 @@ async def one_turn(
             found.append(await ask(http, server.url, body))
 
     began = time.perf_counter()
-    async with httpx.AsyncClient(timeout=1800) as http:
+    # A connection for each request: a server may end one just when it is used again.
+    alone = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=1800, limits=alone) as http:
         await asyncio.gather(*(client(http) for _ in range(clients)))
     seconds = time.perf_counter() - began
     tokens = sum(each.tokens for each in found)
@@ -80,7 +83,9 @@ def raced(
         for count in clients:
             asked = chance.sample(says, min(len(says), max(4, 2 * count)))
             for name in chance.sample(sorted(servers), len(servers)):
+                servers[name].go_on()
                 figures = asyncio.run(one_turn(servers[name], asked, count, max_tokens))
+                servers[name].pause()
                 turns.append({"round": number, "server": name, "clients": count, **figures})
                 print(turns[-1], flush=True)
     return turns
@@ -122,6 +127,7 @@ def main(
         for name, server in servers.items():
             for count in counts:
                 asyncio.run(one_turn(server, says[:count], count, max_tokens))
+            server.pause()  # so that it takes nothing from the others
             print(f"{name} is warm", flush=True)
         turns = raced(servers, says, counts, rounds, max_tokens)
     rows = summary(turns)

@@ -50,9 +50,18 @@ class ServerProcess:
                 time.sleep(0.2)
         raise RuntimeError(f"{self.log}: {self.log.read_text()[-2000:]}")
 
+    def pause(self) -> None:
+        """Stand still: some servers wait for requests by looking for them without end."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo `pause`."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def stop(self, within: float = 60) -> int:
         """Ask it to end; returns its exit status."""
         if self.process.poll() is None:
+            self.go_on()
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
             return self.process.wait(within)
