@@ -8,11 +8,13 @@ from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.families.head_drafter import register_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.recurrent.head import RecurrentHead
+from drafthead.heads.families.recurrent.mtp import MtpHead
 from drafthead.heads.families.recurrent.passes import Guess, RecurrentPasses
 from drafthead.heads.growing.dynamic import Children, dynamic_tree
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
@@ -202,3 +204,12 @@ class RecurrentDrafter(RecurrentPasses):
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         """A session for prompts [B, T]; their features come with the first commit."""
         return RecurrentSession(self, rows=len(lengths))
+
+
+@register_drafter(MtpHead)
+class MtpDrafter(RecurrentDrafter):
+    """An MTP layer as a drafter; its passes run as transformers has them, not compiled."""
+
+    def prepare(self, target: Target | None) -> None:
+        """Draft for this compiled target: kernels and recordings of ours do not know its layer."""
+        self.target = target or self.target

@@ -157,7 +157,7 @@ class Eagle3Head(RecurrentHead):
         """Copy the target's output head, if it fits, and have it guess nearly evenly at first.
 
         By the scale of the target's final norm, outputs that know nothing yet would be sure of
-        random tokens: on SmolLM2 the first ten steps end at twice the loss.
+        random tokens, and the first steps would go into unlearning that.
         """
         if self.config.hidden_size != self.config.target_hidden_size:
             return

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from drafthead.heads.base import ForTraining, register_head
-from drafthead.heads.families.head_drafter import register_drafter
-from drafthead.heads.families.recurrent.drafter import RecurrentDrafter
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotation
 from drafthead.heads.layers.own_layer import OwnLayer, OwnRotary, model_of_one_layer, mtp_layer_of
@@ -85,12 +83,3 @@ class MtpHead(RecurrentHead):
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         """Logits [..., V]: the target's output head reads outputs [..., D] as its own states."""
         return target.project(outputs)
-
-
-@register_drafter(MtpHead)
-class MtpDrafter(RecurrentDrafter):
-    """An MTP layer as a drafter; its passes run as transformers has them, not compiled."""
-
-    def prepare(self, target: Target | None) -> None:
-        """Draft for this compiled target: kernels and recordings of ours do not know its layer."""
-        self.target = target or self.target
