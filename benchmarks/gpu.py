@@ -657,6 +657,7 @@ def tests(bench: Bench) -> None:
     left = bench.ends_at - time.perf_counter() - LEAST_LEFT
 
     def run() -> dict[str, Any]:
+        """How the tests ended."""
         ended = subprocess.run(command, capture_output=True, text=True, timeout=left)
         return {"exit": ended.returncode, "end": ended.stdout.splitlines()[-12:]}
 
@@ -674,6 +675,7 @@ def build(bench: Bench) -> None:
     left = bench.ends_at - time.perf_counter() - LEAST_LEFT
 
     def run() -> dict[str, Any]:
+        """How the build ended, and what its record says."""
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=left)
             found = {"exit": ended.returncode, "end": ended.stdout.splitlines()[-12:]}

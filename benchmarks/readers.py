@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -76,22 +76,23 @@ def audited(server: str, drafter: str, name: str, target: Target, new: int) -> d
     """What a server makes of a drafter, as a row; raises UserError where it makes nothing of it."""
     assert target.tokenizer is not None
     prompts = [encode_one(question, target.tokenizer) for question in QUESTIONS]
-    with TemporaryDirectory() as temporary, TemporaryFile() as log:
+    with TemporaryDirectory() as temporary, TemporaryFile() as log, ExitStack() as stack:
         folder = Path(temporary) / "served"
         served = export_named(server, drafter, name, folder)
-        with said_why(log), running(folder, served, log) as (address, _process):
-            place, key = VERSIONS[server]
-            version = os.environ.get("READER_VERSION")  # of one that does not know it
-            version = version or requests.get(f"{address}/{place}", timeout=60).json().get(key)
-            connection = Connection(address)
-            asked = AskedServer(
-                connection,
-                find_model(connection, served.model, name),
-                target.tokenizer,
-                stored_end_ids(name, target.tokenizer),
-            )
-            audit = Audit(asked, target, prompts, new, 0, drafter)
-            found = {check: CHECKS[check](audit) for check in (TEXT, DRAFTS)}
+        with said_why(log):
+            address, _ = stack.enter_context(running(folder, served, log))
+        place, key = VERSIONS[server]
+        version = os.environ.get("READER_VERSION")  # of one that does not know it
+        version = version or requests.get(f"{address}/{place}", timeout=60).json().get(key)
+        connection = Connection(address)
+        asked = AskedServer(
+            connection,
+            find_model(connection, served.model, name),
+            target.tokenizer,
+            stored_end_ids(name, target.tokenizer),
+        )
+        audit = Audit(asked, target, prompts, new, 0, drafter)
+        found = {check: CHECKS[check](audit) for check in (TEXT, DRAFTS)}
     if audit.drafts is None or audit.drafts_here is None:
         raise UserError(f"{server} counted no drafts of {drafter}: {found[DRAFTS]}")
     return {

@@ -30,6 +30,7 @@ from drafthead.heads.formats.keys import (
     Keys,
     LayerId,
     LayerIds,
+    ModelKeys,
     Reasons,
     Size,
     TargetLayers,
@@ -74,12 +75,6 @@ class OwnKeys(Keys):
     target: TargetKeys
     features: FeatureKeys
     provenance: dict[str, Any] | None = None
-
-
-class ModelKeys(Keys):
-    """The configuration of a layer that transformers computes."""
-
-    neutral: ClassVar[Reasons] = {"read by the layer's own class": ".*"}
 
 
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANK)]

@@ -116,6 +116,12 @@ class Keys(BaseModel):
                 raise UserError(f"{self._file} says {key} {claimed}, but the tensors have {size}")
 
 
+class ModelKeys(Keys):
+    """The configuration of a model of transformers, whose own class reads it."""
+
+    neutral: ClassVar[Reasons] = {"read by the model's own class": ".*"}
+
+
 class Account:
     """What became of each key of a configuration.
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.configuration_utils import PretrainedConfig
@@ -27,7 +27,7 @@ from drafthead.heads.formats.base import (
     register_format,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
-from drafthead.heads.formats.keys import Keys, Parts, Reasons
+from drafthead.heads.formats.keys import ModelKeys, Parts
 from drafthead.heads.layers.own_layer import config_named, mtp_layer_of
 
 OURS = "layers.0.layer."  # before the names of the decoder layer's own tensors
@@ -117,10 +117,9 @@ class NamedLayer:
         return {**tensors, "fc.weight": weight.roll(half, 1)}
 
 
-class ModelKeys(Keys):
+class MtpKeys(ModelKeys):
     """Of a model with an MTP layer, and one of ours."""
 
-    neutral: ClassVar[Reasons] = {"read by the model's own class, which has the layer": ".*"}
     drafthead_depth: Parts | None = None
 
 
@@ -139,7 +138,7 @@ class Mtp(WritableFormat):
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
         """The first MTP layer of a model; the others are left, and noted."""
-        depth = checkpoint.keys(ModelKeys).drafthead_depth
+        depth = checkpoint.keys(MtpKeys).drafthead_depth
         try:
             config = config_named(checkpoint.config)
             head = head_config(config, depth)

@@ -144,8 +144,7 @@ class OwnLayer(nn.Module):
         store: Store,
     ) -> torch.Tensor:
         """Maps [B, T, D] to [B, T, D]; see `SelfAttention.forward`."""
-        if self.kind.reach < mask.shape[-1]:  # as in `masks_by_kind`
-            mask = mask & ~self.kind.hides(mask.cumsum(-1) - 1)
+        mask = self.kind.within_reach(mask)
         cos, sin = (table.to(hidden.dtype) for table in rotation)
         # Of a cache, attention of transformers calls this alone.
         cache = SimpleNamespace(update=lambda keys, values, *_, **__: store(keys, values))

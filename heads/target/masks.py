@@ -66,6 +66,15 @@ class LayerKind:
         """
         return positions < self.first_seen(positions[..., -1:])
 
+    def within_reach(self, mask: torch.Tensor) -> torch.Tensor:
+        """What a mask [B or 1, 1, T, S] bool, true where a query may look, leaves in reach.
+
+        What a query may see follows each other in the text, so ranks among it are positions.
+        """
+        if mask.shape[-1] <= self.reach:
+            return mask
+        return mask & ~self.hides(mask.cumsum(-1) - 1)
+
 
 def layer_kinds(config: PretrainedConfig, model_name: str) -> tuple[LayerKind, ...]:
     """The kinds of attention layers that a model has, each once.

@@ -126,13 +126,13 @@ def headline(rows: Sequence[ComparisonRow]) -> str:
     if not ours:
         return ""
     best = max(ours, key=lambda row: row.speedup_hf)
-    alone = f", {best.speedup:.2f} times plain decoding" if best.mode != PLAIN else ""
-    terms = f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}"
+    alone = f" and {best.speedup:.2f} times plain decoding" if best.mode != PLAIN else ""
+    speed = f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}"
     rule = VERIFIERS.get(best.verifier)
-    lossy = "" if rule is None or rule.lossless else f", lossy: {best.verifier}"
+    lossy = "" if rule is None or rule.lossless else f" (lossy: {best.verifier})"
     return (
-        f"{NAMES.get(best.mode, best.mode)} is fastest: {best.speedup_hf:.2f} times "
-        f"model.generate{alone} ({terms}{lossy})"
+        f"{NAMES.get(best.mode, best.mode)} is fastest: {speed}{lossy}, "
+        f"{best.speedup_hf:.2f} times model.generate{alone}"
     )
 
 

@@ -16,7 +16,7 @@ from drafthead.infer.loaded import named_draft
 from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.servers.asked import Counted
 from drafthead.lab.servers.audit import FALSE_ALARM, Audit, check
-from drafthead.lab.theory.chains import Chains, head_chains, named_chains, ngram_chains
+from drafthead.lab.theory.chains import Chains, head_chains, named_chains
 
 MEAN_ERROR = 0.1  # of the mean length, of a server that has no counts
 
@@ -33,10 +33,7 @@ def accepted_drafts(audit: Audit) -> Finding | None:
     draft = named_draft(audit.draft)
     if draft.kind.beside and theirs.drafts:  # it drafts at some steps alone: count all of them
         theirs = audit.drafts = replace(theirs, drafts=audit.steps(sum(theirs.accepted)))
-    if draft.name == "ngrams":
-        chains = ngram_chains("drafter", Path(draft.argument), audit.target)
-    else:
-        chains = named_chains("drafter", draft, audit.target, "auto")
+    chains = named_chains("drafter", draft, audit.target, "auto")
     length = min(len(theirs.accepted) or chains.longest, chains.longest)
     ours = audit.drafts_here = decoded(audit, chains, length)
     evidence = f"the server: {described(theirs)}. Here: {described(ours)}"

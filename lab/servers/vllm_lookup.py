@@ -34,7 +34,8 @@ class LookupProposer:
         self.lookup = LookupChains(load_table(folder, vocabulary_of(tokenizer)))
         self.most = vllm_config.speculative_config.num_speculative_tokens
         self.longest = model.max_model_len
-        self.histories: dict[int, History] = {}  # by row
+        # By row, beside the tokens that it was made of: [T]
+        self.histories: dict[int, tuple[History, np.ndarray]] = {}
 
     def load_model(self, *_model: object) -> None:
         """Nothing: vLLM calls it of every proposer."""
@@ -51,15 +52,19 @@ class LookupProposer:
         for row, new in enumerate(sampled_token_ids):
             length = int(num_tokens_no_spec[row])
             most = min(self.most, self.longest - 1 - length) if new else 0
-            past = self.history(row, token_ids_cpu[row, :length].tolist()) if most > 0 else None
+            past = self.history(row, token_ids_cpu[row, :length]) if most > 0 else None
             drafts.append([] if past is None else self.lookup.guess(past, most, most).tokens)
         return drafts
 
-    def history(self, row: int, tokens: list[int]) -> History:
-        """The history of a row's tokens: the one of before goes on, unless another request came."""
-        past = self.histories.get(row)
-        if past is None or past.tokens != tokens[: len(past.tokens)]:
-            past = self.histories[row] = History(tokens[0])
-        for token in tokens[len(past.tokens) :]:
+    def history(self, row: int, tokens: np.ndarray) -> History:
+        """The history of a row's tokens [T]: the one of before, unless another request came.
+
+        Only new tokens are looked at one by one.
+        """
+        past, known = self.histories.get(row, (None, tokens[:0]))
+        if past is None or not np.array_equal(known, tokens[: len(known)]):
+            past, known = History(int(tokens[0])), tokens[:1]
+        for token in tokens[len(known) :].tolist():
             past.append(token)
+        self.histories[row] = past, tokens.copy()
         return past

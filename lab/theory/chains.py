@@ -57,6 +57,8 @@ def named_chains(name: str, draft: NamedDraft, target: Target, dtype: str) -> Ch
         return model_chains(name, load_draft_model(draft.argument, target, dtype), target)
     if draft.name == "lookup":
         return lookup_chains(name, target)
+    if draft.name == "ngrams":
+        return ngram_chains(name, Path(draft.argument), target)
     raise UserError(f"the theory is of chains, which {draft.name} do not draft: leave them out")
 
 

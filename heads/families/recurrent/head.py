@@ -109,9 +109,7 @@ class RecurrentHead(HeadByDepth):
     ) -> torch.Tensor:
         """The outputs [B, T, D]; `store` takes the keys and values of each layer."""
         if self.config.window:
-            # What a position sees follows each other, so ranks among it are positions.
-            reach = LayerKind("sliding_attention", self.config.window)
-            mask = mask & ~reach.hides(mask.cumsum(-1) - 1)
+            mask = LayerKind("sliding_attention", self.config.window).within_reach(mask)
         hidden = self.layer_inputs(embeds, states)
         for index, layer in enumerate(self.layers):
             hidden = (layer(*hidden, rotation, mask, partial(store, index)),)

@@ -98,13 +98,13 @@ def test_the_headline_is_the_fastest_of_our_ways() -> None:
     theirs = replace(plain, mode="generate + assistant", tau=None, speedup_hf=9.0)
     head = replace(plain, mode="head mine", speedup=1.5, speedup_hf=6.0, tokens_per_second=15.0)
     assert headline([plain, theirs, head]) == (
-        "head mine is fastest: 6.00 times model.generate, 1.50 times plain decoding "
-        "(15 tokens/s at temperature 0)"
+        "head mine is fastest: 15 tokens/s at temperature 0, 6.00 times model.generate and "
+        "1.50 times plain decoding"
     )
     assert headline([plain, theirs]) == (
-        "plain decoding is fastest: 4.00 times model.generate (10 tokens/s at temperature 0)"
+        "plain decoding is fastest: 10 tokens/s at temperature 0, 4.00 times model.generate"
     )
-    assert "temperature 0, lossy: typical)" in headline([replace(head, verifier="typical")])
+    assert "temperature 0 (lossy: typical), " in headline([replace(head, verifier="typical")])
     page = run_page("a", [], [Section("b"), Section("c", headline="<fast>")])
     assert page.index("&lt;fast&gt;") < page.index("<h2>b")
 

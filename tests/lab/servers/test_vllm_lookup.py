@@ -44,9 +44,9 @@ def test_rows_are_drafted_for_as_vllm_asks(tmp_path: Path) -> None:
 
     asked.load_model(object())
     assert drafts("xabc", None, "uvwxyz, uvw") == ["defg", "", "xyz,"], "by the table, by the past"
-    kept = asked.histories[0]
+    kept = asked.histories[0][0]
     assert drafts("xabcd", "uvwxyz, uvwx")[1] == "yz, ", "a request has moved"
-    assert drafts("xabcdefg") == ["abcd"] and asked.histories[0] is kept
+    assert drafts("xabcdefg") == ["abcd"] and asked.histories[0][0] is kept
     assert drafts("x" * (LONGEST - 6) + "abc") == ["de"], "no more than there is room for"
     assert drafts("x" * (LONGEST - 1)) == [""]
 
