@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.drafting.drafter import Drafter, NoDrafter
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.processor import end_helpers
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.answers.emissions import in_time, result_of, streamed
@@ -137,6 +138,7 @@ class Decoder:
         dtype = type_of_weights(dtype, others)
         loaded = loaded_target(target, dtype, str(device), trust_remote_code, tokenizer)
         drafter = made_drafter(drafts, Fitting(loaded, length, dtype, trust_remote_code))
+        end_helpers()  # another thread may decode
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature, same_bits)
 
     def __repr__(self) -> str:
@@ -227,6 +229,7 @@ class Decoder:
             request = endless_request(self.target, settings, rows, PROMPT_TOKENS)
             request = replace(request, draft_temperature=self.draft_temperature)
             self._warm_up(BatchRun(request, self.target.device), fresh)
+        end_helpers()  # another thread may decode
 
     def _warm_up(self, run: BatchRun, fresh: bool) -> None:
         """Time the steps of a batch, or make a few of every kind."""

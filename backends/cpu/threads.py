@@ -9,13 +9,14 @@ The sign is the time for which our threads could have run and had no processor: 
 the machine is quiet, whatever interrupts them for a moment, and most of it beside busy programs.
 """
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from drafthead.heads.target.processor import OPENMP
 
 WINDOW = 0.1  # seconds over which waiting is added up
 TOLERATED = 0.25  # seconds of waiting a second, for each thread of a call
@@ -75,16 +76,6 @@ class Threads:
             self.set_threads(count)
 
 
-def openmp() -> Callable[[int], object] | None:
-    """The function that sets the number of threads of torch's own OpenMP, where that is known.
-
-    torch's own, `set_num_threads`, would also set up the libraries for products again.
-    """
-    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
-        return ctypes.CDLL(str(path)).omp_set_num_threads
-    return None
-
-
 def waited(threads: Path = Path("/proc/self/task")) -> float:
     """Seconds for which this process's living threads waited for a processor.
 
@@ -99,4 +90,7 @@ def waited(threads: Path = Path("/proc/self/task")) -> float:
     return nanoseconds / 1e9
 
 
-threads = Threads(Crowding(time.perf_counter, waited), openmp())
+# torch's own function, `set_num_threads`, would also set up the libraries for products again.
+threads = Threads(
+    Crowding(time.perf_counter, waited), None if OPENMP is None else OPENMP.omp_set_num_threads
+)

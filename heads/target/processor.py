@@ -1,7 +1,9 @@
-"""What this processor can do."""
+"""What this processor can do, and the threads that share its work."""
 
+import ctypes
 import logging
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -9,6 +11,28 @@ logger = logging.getLogger(__name__)
 
 # Instructions that multiply bfloat16 numbers, by torch's name, the best first: of x86, and of Arm.
 BFLOAT16 = {"amx_bf16": "AMX", "avx512_bf16": "BF16", "bf16": "BF16"}
+PAUSE_HARD = 2  # OpenMP's number for it
+
+
+def openmp() -> ctypes.CDLL | None:
+    """Torch's own OpenMP; None where it is another library."""
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+        return ctypes.CDLL(str(path))
+    return None
+
+
+OPENMP = openmp()
+
+
+def end_helpers() -> None:
+    """End the threads that help the calling one with its operations; the next makes new ones.
+
+    Each thread that computes has helpers of its own. With more of all these than processors OpenMP
+    no longer waits by counting, and every operation has to wake its helpers: decoding in a second
+    thread takes twice as long then.
+    """
+    if OPENMP is not None and hasattr(OPENMP, "omp_pause_resource_all"):
+        OPENMP.omp_pause_resource_all(PAUSE_HARD)
 
 
 def instructions() -> str:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from drafthead.backends.cpu.threads import TOLERATED, WINDOW, Crowding, Threads, openmp, waited
+from drafthead.backends.cpu.threads import TOLERATED, WINDOW, Crowding, Threads, waited
+from drafthead.heads.target.processor import OPENMP, end_helpers
 
 THREADS = 2
 
@@ -52,9 +53,8 @@ def test_threads_are_set_for_the_call_and_set_back() -> None:
 
 def test_torchs_own_openmp_is_told() -> None:
     torch.set_num_threads(2)
-    set_threads = openmp()
-    if set_threads is not None:  # as in torch's packages for Linux
-        set_threads(1)
+    if OPENMP is not None:  # as in torch's packages for Linux
+        OPENMP.omp_set_num_threads(1)
         assert torch.get_num_threads() == 1
 
 

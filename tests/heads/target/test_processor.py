@@ -1,10 +1,16 @@
 """What a processor can do, and what is said of one that converts every bfloat16 number."""
 
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
 from drafthead.heads.target import processor
+from drafthead.infer import Decoder
 from drafthead.infer.machine import processor_name
+from tiny import tiny_llama
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -44,3 +50,25 @@ def test_slow_bfloat16_is_said_once_where_there_is_a_remedy(
     for _ in range(2):
         processor.tell_of_slow_bfloat16(device, dtype)
     assert caplog.text.count("--dtype float32") == int(is_said)
+
+
+def threads_now() -> int:
+    """Living threads of this process."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(processor.OPENMP is None, reason="torch has another library for threads")
+@pytest.mark.parametrize(
+    "work", [processor.end_helpers, lambda: Decoder.from_pretrained(tiny_llama())]
+)
+def test_a_thread_that_has_loaded_a_model_keeps_no_helpers(work: Callable[[], object]) -> None:
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).exp()  # enough for two threads
+    before = threads_now()
+    work()
+    until = time.monotonic() + 10
+    while threads_now() >= before and time.monotonic() < until:
+        time.sleep(0.01)  # they end by themselves
+    assert threads_now() < before
+    assert torch.get_num_threads() == 2
+    torch.testing.assert_close(torch.ones(1 << 20).exp().mean(), torch.tensor(1.0).exp())
