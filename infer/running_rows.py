@@ -195,7 +195,7 @@ class RunningRows:
     def _read(self, tickets: Sequence[Ticket]) -> list[Gain]:
         """Read prompts of similar length, of requests that are decoded alike."""
         way = Way.of(tickets[0].request)
-        run = BatchRun(merged(tickets), self.device, self.max_rows)
+        run = BatchRun(merged(tickets), self.device, rows_fail_alone=True)
         if way not in self.methods:
             self.methods[way] = self.method_for(run)
             if len(self.methods) > MOST_METHODS:

@@ -66,5 +66,6 @@ def main(
     )
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
-        decoder.warm_up(batch_sizes=(1, max_batch))
+        sizes = [4**power for power in range(8) if 4**power < max_batch]
+        decoder.warm_up(batch_sizes=(*sizes, max_batch))
     listen(app, host, port, grace)

@@ -67,10 +67,15 @@ class AgreedPlan(Planner):
         assert messages[0] is not None
         return messages[0]
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Only who decides needs to know."""
         if self.decides:
-            self.own.learn(accept_lengths, seconds, columns)
+            self.own.learn(accept_lengths, seconds)
+
+    def meet(self, rows: int, columns: int) -> None:
+        """Likewise."""
+        if self.decides:
+            self.own.meet(rows, columns)
 
     def finish(self) -> None:
         """Likewise."""

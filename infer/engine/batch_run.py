@@ -158,11 +158,9 @@ class BeamAnswer:
 class BatchRun:
     """A request on its way to its answers: rows, random numbers and statistics."""
 
-    def __init__(self, request: Request, device: torch.device, most_rows: int | None = None):
-        """`most_rows` will run at a time, by default those of the request: others may join."""
-        self.request = request
-        self.most_rows = most_rows or len(request.prompts)
-        self.rows_fail_alone = most_rows is not None  # those that joined belong to others
+    def __init__(self, request: Request, device: torch.device, rows_fail_alone: bool = False):
+        """With `rows_fail_alone` a row that fails ends nothing else: others may have joined."""
+        self.request, self.rows_fail_alone = request, rows_fail_alone
         self.batch = Batch(request.limits, request.end_ids, request.stops)
         for row, prompt in zip(self.batch.rows, request.prompts, strict=False):
             row.prompt_length = len(prompt)
@@ -179,6 +177,12 @@ class BatchRun:
         self.stats.accept_lengths = [row.accept_lengths for row in self.batch.rows]
         # The first token is the prompt pass's.
         self.stats.decoded_tokens = [max(0, len(row.tokens) - 1) for row in self.batch.rows]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the running batch, or all their beams: what a step decodes at a time."""
+        beams = self.request.beams
+        return len(self.batch.running) * (1 if beams is None else beams.num_beams)
 
     @property
     def columns(self) -> int:

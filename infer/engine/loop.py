@@ -67,6 +67,7 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
         launched, stepper.ahead = stepper.ahead, None
         if launched is None:
             run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
+            planner.meet(run.rows, run.columns)
             # The clock has started before the draft: a size is judged by all that it costs.
             proposal = planner.draft(propose)
         if not stepper.in_one_call:
@@ -78,7 +79,7 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
                 stepper.lead_on(session, launched)
                 stepper.ahead = stepper.launch(planner.draft(propose, ahead=True))
             emitted = stepper.finish(session, launched)
-        planner.learn(run.last_lengths, elapsed(), run.columns)
+        planner.learn(run.last_lengths, elapsed())
         # Only at the end of a batch is anything written to the disk.
         if not run.batch.running:
             planner.finish()

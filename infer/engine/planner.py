@@ -106,11 +106,11 @@ class Planner(ABC):
         """
 
     @abstractmethod
-    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
-        """Record the step that was drafted for: tokens committed in each active row, its time.
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
+        """Record the step that was drafted for: tokens committed in each active row, its time."""
 
-        `columns` is what rows have before the next step, see `BatchRun.columns`; 0: not known.
-        """
+    def meet(self, rows: int, columns: int) -> None:  # noqa: B027  (a plan may take them alike)
+        """Told before each step that is drafted for: see `BatchRun.rows` and `BatchRun.columns`."""
 
     @property
     def knows_next(self) -> bool:
@@ -136,7 +136,7 @@ class FixedPlan(Planner):
         """Always."""
         return True
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
 
 
@@ -399,12 +399,13 @@ class PlannedDecoding(Planner):
         self,
         plan: AdaptivePlan,
         on_finish: Callable[[], object] = lambda: None,
-        plan_at: Callable[[int], AdaptivePlan] | None = None,
+        plan_at: Callable[[int, int], AdaptivePlan] | None = None,
     ):
         """`on_finish` is called after the last step.
 
-        `plan_at` is asked for the plan of steps at so many columns, where these have plans of their
-        own: a long answer goes on with another one than it has begun with.
+        `plan_at` is asked for the plan of steps of so many rows at so many columns, where these
+        have plans of their own: a long answer goes on with another one than it has begun with, and
+        so does a batch that rows join or leave.
         """
         self.plan, self.on_finish, self.plan_at = plan, on_finish, plan_at
         self.run: Run | None = None  # the current one
@@ -466,7 +467,14 @@ class PlannedDecoding(Planner):
         run.lost += prices.free[self.plan.free.index(size)]
         return free.best(size.nodes)
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
+    def meet(self, rows: int, columns: int) -> None:
+        """Go on with the plan of such steps; what steps so far have taught stays with theirs."""
+        plan = self.plan if self.plan_at is None else self.plan_at(rows, columns)
+        if plan is not self.plan:
+            last = self._end_run()
+            self.plan, self.run = plan, plan.next_run(last)
+
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record a step; after the last one of a run the plan chooses again."""
         run = self.run
         assert run is not None
@@ -480,16 +488,20 @@ class PlannedDecoding(Planner):
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:
             self.plan.record(run)
-            if self.plan_at is not None and columns:
-                self.plan = self.plan_at(columns)
             self.run = self.plan.next_run(run)
 
     def finish(self) -> None:
         """Learn from a run that the end has cut short."""
-        if self.run is not None and self.run.seconds:
-            self.plan.record(self.run)
-            self.run = None
+        self._end_run()
         self.on_finish()
+
+    def _end_run(self) -> Run | None:
+        """Learn from the run so far, if it has made a step; returns it then."""
+        run, self.run = self.run, None
+        if run is None or not run.seconds:
+            return None
+        self.plan.record(run)
+        return run
 
 
 def size_of(proposal: Proposal) -> tuple[int, int]:

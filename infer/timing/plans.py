@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -35,7 +35,7 @@ from drafthead.infer.verifiers import Verifier
 logger = logging.getLogger(__name__)
 
 # Goes up when steps change or their costs are stored in another way: older files are not read.
-COSTS_VERSION = 8
+COSTS_VERSION = 9
 # Change of the logarithm of a size's cost, in plain steps, that is worth writing to disk.
 NOTICEABLE = math.log(1.1)
 # Tokens before a step up to which contexts count as one length.
@@ -47,7 +47,7 @@ class StepKind:
     """What the time of a step depends on, besides its size, the models and the machine."""
 
     rule: str
-    rows: int  # see `rows_that_share`
+    rows: int  # see `rows_that_share`; those that run now, of a batch that grows and shrinks
     filters: bool  # top-k, top-p, ...
     processors: bool
     columns: int = FEWEST_COLUMNS  # see `columns_that_share`
@@ -55,12 +55,11 @@ class StepKind:
     @classmethod
     def of(cls, run: BatchRun, rule: Verifier) -> "StepKind":
         """The kind of a batch's steps."""
-        request, name, rows = run.request, rule.name, run.most_rows
-        if request.beams is not None:
-            name, rows = f"{request.beams.num_beams} beams", rows * request.beams.num_beams
-        rows = rows_that_share(rows)
+        request = run.request
+        name = rule.name if request.beams is None else f"{request.beams.num_beams} beams"
         filters, processors = not request.sampling.whole, bool(request.processors)
-        return cls(name, rows, filters, processors, columns_that_share(run.columns))
+        rows, columns = rows_that_share(run.rows), columns_that_share(run.columns)
+        return cls(name, rows, filters, processors, columns)
 
     def distance(self, other: "StepKind") -> float:
         """How much another kind differs: 1 for each property, or each doubling of a number."""
@@ -133,13 +132,16 @@ class Plans:
             return self.by_kind[kind]
 
     def plan(self, kind: StepKind, temperature: float) -> AdaptivePlan:
-        """The plan of all decodings like this one; at first it knows what other contexts know."""
+        """The plan of all decodings like this one; at first it knows what others know, of batches
+        and contexts of other sizes.
+        """
         key = kind, round(temperature, 1)
         with self.lock:
             if key not in self.plans:
                 settings = DEFAULT_SETTINGS.for_rows(kind.rows)
                 plan = AdaptivePlan(self.costs(kind), settings)
-                near = [k for k in self.plans if (replace(k[0], columns=kind.columns), k[1]) == key]
+                sizes = {"rows": kind.rows, "columns": kind.columns}
+                near = [k for k in self.plans if (replace(k[0], **sizes), k[1]) == key]
                 if near:
                     plan.go_on_from(self.plans[min(near, key=lambda k: kind.distance(k[0]))])
                 self.plans[key] = plan
@@ -148,9 +150,14 @@ class Plans:
     def planner(self, kind: StepKind, temperature: float) -> Planner:
         """What chooses the sizes of one decoding."""
 
-        def plan_at(columns: int) -> AdaptivePlan:
-            """The plan of the same decoding at so many columns."""
-            return self.plan(replace(kind, columns=columns_that_share(columns)), temperature)
+        @cache  # asked before each step
+        def plan_of(rows: int, columns: int) -> AdaptivePlan:
+            """The plan of the same decoding with so many rows and columns that share it."""
+            return self.plan(replace(kind, rows=rows, columns=columns), temperature)
+
+        def plan_at(rows: int, columns: int) -> AdaptivePlan:
+            """The plan of the same decoding with so many rows and columns."""
+            return plan_of(rows_that_share(rows), columns_that_share(columns))
 
         return PlannedDecoding(self.plan(kind, temperature), self.keep, plan_at)
 

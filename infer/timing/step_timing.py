@@ -57,7 +57,7 @@ class Visits(Planner):
         size = self.sizes[len(self.seconds)]
         return None if size is None else propose(size)
 
-    def learn(self, accept_lengths: Sequence[int], seconds: float, columns: int = 0) -> None:
+    def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record one more step."""
         self.seconds.append(seconds)
 

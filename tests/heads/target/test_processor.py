@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_llama
 
 from drafthead.heads.target import processor
 from drafthead.infer import Decoder
 from drafthead.infer.machine import processor_name
-from tiny import tiny_llama
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -51,7 +51,7 @@ class Alternating(Planner):
         place, drafts = divmod(self.step, 2)
         return propose(self.budgets[place % len(self.budgets)]) if drafts else None
 
-    def learn(self, accept_lengths: object, seconds: float, columns: int = 0) -> None:
+    def learn(self, accept_lengths: object, seconds: float) -> None:
         pass
 
 

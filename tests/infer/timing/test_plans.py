@@ -151,7 +151,8 @@ def test_a_long_text_makes_no_draft_dear_for_short_ones(target) -> None:
     for columns in range(200, 5000, 8):
         size = size_of(planner)
         took = 5.0 if size is not None and columns > 1024 else 1.0
-        planner.learn([1 + (size.depth if size else 0)], took, columns)
+        planner.learn([1 + (size.depth if size else 0)], took)
+        planner.meet(1, columns)
     assert size_of(planner) is None, "drafts cost five plain steps"
     planner.finish()
     assert size_of(plans.planner(KIND, 0.0)) is not None
@@ -164,7 +165,7 @@ def test_a_longer_context_begins_with_what_drafts_were_found_to_bring(target) ->
     planner = plans.planner(KIND, 0.0)
     for _ in range(200):
         size_of(planner)
-        planner.learn([1], 1.0, 1024)  # nothing is ever accepted
+        planner.learn([1], 1.0)  # nothing is ever accepted
     longer = plans.plan(replace(KIND, columns=2048), 0.0)
     near = plans.plan(KIND, 0.0)
     assert longer.acceptance.tokens() == pytest.approx(near.acceptance.tokens())
@@ -181,6 +182,28 @@ def test_the_context_of_a_batch_is_that_of_its_active_rows(target) -> None:
     assert run.columns == 202
     run.batch.end("length")
     assert run.columns == 0
+
+
+# ---- batches that rows join and leave ------------------------------------------------------------
+
+
+def test_the_last_rows_of_a_batch_make_no_draft_cheap_for_many(target) -> None:
+    """Of 16 rows a draft takes five plain steps, of the one that is left hardly one."""
+    plans, many = Plans(target, DRAFTER), replace(KIND, rows=16)
+    for kind, seconds in ((KIND, CHEAP), (many, DEAR)):
+        set_timed(plans, kind, seconds)
+    before = ratios(plans, many)
+    planner = plans.planner(many, 0.0)
+    for rows in [16] * 40 + [1] * 200:
+        planner.meet(rows, 100)
+        size = size_of(planner)
+        took = CHEAP if rows == 1 else DEAR
+        planner.learn([1 + (size.depth if size else 0)] * rows, took[size])
+    assert size_of(planner) is not None, "one row drafts"
+    planner.meet(16, 100)
+    assert size_of(planner) is None, "sixteen do not"
+    planner.finish()
+    assert ratios(plans, many) == pytest.approx(before, rel=0.05)
 
 
 # ---- a busy hour --------------------------------------------------------------------------------
