@@ -32,7 +32,7 @@ from drafthead.train.data.conversations import read_conversations
 HERE = Path(__file__).parent
 
 
-def commands(target: str, only: list[str] | None) -> dict[str, str]:
+def commands(only: list[str] | None) -> dict[str, str]:
     """The commands of the contestants whose variables are set, by name."""
     found = {}
     for name, command in yaml.safe_load((HERE / "serve_race.yaml").read_text()).items():
@@ -40,7 +40,7 @@ def commands(target: str, only: list[str] | None) -> dict[str, str]:
         if missing or (only and name not in only):
             print(f"without {name}: {', '.join(missing) or 'not asked for'}")
             continue
-        found[name] = os.path.expandvars(command).replace("{target}", target)
+        found[name] = command
     return found
 
 
@@ -116,13 +116,14 @@ def main(
     end_with_servers()
     says = [row.messages[0]["content"] for row in read_conversations(str(prompts))]
     counts = clients or [1, 4, 16]
-    chosen = commands(str(model_folder(target) or target), only)
+    chosen, folder = commands(only), str(model_folder(target) or target)
     logs = output.parent
     with ExitStack() as stack:
         servers = {}
         for name, command in chosen.items():
             log = logs / f"serve_race_{re.sub(r'[^a-z]+', '_', name.lower())}.log"
-            servers[name] = stack.enter_context(started(command, log))
+            full = os.path.expandvars(command).replace("{target}", folder)
+            servers[name] = stack.enter_context(started(full, log))
             servers[name].wait()
         for name, server in servers.items():
             for count in counts:

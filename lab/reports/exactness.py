@@ -29,7 +29,7 @@ def evidence_report(evidence: Evidence, sampling: SamplingConfig, about: dict[st
             f"{chance_of_worse(fits):.3g}",
             mean_over_samples(fits, "total_variation"),
             mean_over_samples(fits, "expected_total_variation"),
-            f"{found[part]:.4f}",
+            f"{found[part]:.4f}" if found[part] < 1 else "nothing",
         ]
         for part, fits in parts.items()
     ]
@@ -117,12 +117,12 @@ def verdict(evidence: Evidence, verifier: str) -> str:
     if evidence.later is None:
         aside = ", near ties aside" if evidence.greedy else ""
         return f"PASS with {verifier}: greedy answers are the target's own{aside}"
-    deviations = ", ".join(
-        f"{detectable(fits, evidence.level, POWER):.3f} in {part}"
-        for part, fits in evidence.parts.items()
-    )
+    found = {part: detectable(fits, evidence.level, POWER) for part, fits in evidence.parts.items()}
+    deviations = ", ".join(f"{each:.3f} in {part}" for part, each in found.items() if each < 1)
+    untested = ", ".join(part for part, each in found.items() if each >= 1)
+    would_see = f"a total variation of {deviations} would have been found in {POWER:.0%} of runs, "
     return (
-        f"PASS with {verifier}: no difference from the target's distribution; a total variation of "
-        f"{deviations} would have been found in {POWER:.0%} of runs, and exact decoding fails in "
-        f"1 of {1 / evidence.false_alarm:g}"
+        f"PASS with {verifier}: no difference from the target's distribution; "
+        f"{would_see if deviations else ''}{f'too few samples to test {untested}, ' * bool(untested)}"
+        f"and exact decoding fails in 1 of {1 / evidence.false_alarm:g}"
     )

@@ -59,6 +59,8 @@ def main(
     from drafthead.lab.reports.index import answers, show
     from drafthead.train.data.token_table import token_table
 
+    if corpus is not None and corpus.exists():
+        raise UserError(f"{corpus} is there already: choose another --corpus")
     with fresh_folder(output) as folder:
         tokenizer = tokenizer_named(target)
         table = token_table(rows.reading(data, WHOLE, None), tokenizer)

@@ -1,6 +1,7 @@
 """The proof of exactness has power: what is exact passes and what is not fails, part by part."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from drafthead.lab.exactness.goodness_of_fit import (
 from drafthead.lab.exactness.rule_law import fit_of_rule
 from drafthead.lab.exactness.target_law import OTHER, TargetLaw, penalised, places_in_law
 from drafthead.lab.races.divergence import Divergence, rounding_step
+from drafthead.lab.reports.exactness import verdict
 
 SAMPLING = [v for v in VERIFIERS.values() if not v.greedy]
 LOSSLESS = sorted(v.name for v in SAMPLING if v.lossless)
@@ -206,6 +208,13 @@ def test_a_token_outside_the_support_fails_at_once(small, make_drafter) -> None:
     refuted = LaterTokens(counts=torch.full((20,), 100), impossible=1)
     evidence = Evidence(torch.float32, 1e-3, [], [], refuted, [])
     assert "1 samples of probability 0" in evidence.failures()[0]
+
+
+def test_a_verdict_names_what_there_were_too_few_samples_for() -> None:
+    later = LaterTokens(counts=torch.full((20,), 500))
+    said = verdict(Evidence(torch.float32, 1e-3, [], [], later, []), "match")
+    assert re.search(r"variation of 0\.\d+ in later tokens would have been found in 90%", said)
+    assert "too few samples to test rule on tables, first 3 tokens" in said and "inf" not in said
 
 
 def test_a_damaged_cache_fails(small, make_drafter, monkeypatch) -> None:

@@ -63,6 +63,9 @@ def test_a_corpus_for_sglang_holds_the_indexed_answers(run, tmp_path: Path) -> N
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids[:-1]) == "abcd " * (2 + number % 7)
         assert ids[-1] == tokenizer.eos_token_id
+    status, _, errors = run(3, tmp_path / "other", "--corpus", str(tmp_path / "corpus.jsonl"))
+    assert status != 0 and "corpus.jsonl is there already: choose another --corpus" in errors
+    assert not (tmp_path / "other").exists()
 
 
 def test_prompt_lookup_alone_stands_beside_the_table(run, tmp_path: Path) -> None:
