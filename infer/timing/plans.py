@@ -140,8 +140,11 @@ class Plans:
             if key not in self.plans:
                 settings = DEFAULT_SETTINGS.for_rows(kind.rows)
                 plan = AdaptivePlan(self.costs(kind), settings)
-                sizes = {"rows": kind.rows, "columns": kind.columns}
-                near = [k for k in self.plans if (replace(k[0], **sizes), k[1]) == key]
+                near = [
+                    other
+                    for other in self.plans
+                    if (replace(other[0], rows=kind.rows, columns=kind.columns), other[1]) == key
+                ]
                 if near:
                     plan.go_on_from(self.plans[min(near, key=lambda k: kind.distance(k[0]))])
                 self.plans[key] = plan

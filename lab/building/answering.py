@@ -125,7 +125,8 @@ class Answering:
     def _by_hand(self, prompts: Path, output: Path, rows: int) -> str:
         return (
             f"drafthead data distill {self.choices.model_options}{self.choices.compile_option} "
-            f"--limit {rows} --batch-size {self.rows} --max-new-tokens {self.choices.max_new_tokens} "
+            f"--limit {rows} --batch-size {self.rows} "
+            f"--max-new-tokens {self.choices.max_new_tokens} "
             f"--prompts {quote(str(prompts))} --output {quote(str(output))}"
         )
 

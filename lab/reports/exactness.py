@@ -120,9 +120,10 @@ def verdict(evidence: Evidence, verifier: str) -> str:
     found = {part: detectable(fits, evidence.level, POWER) for part, fits in evidence.parts.items()}
     deviations = ", ".join(f"{each:.3f} in {part}" for part, each in found.items() if each < 1)
     untested = ", ".join(part for part, each in found.items() if each >= 1)
-    would_see = f"a total variation of {deviations} would have been found in {POWER:.0%} of runs, "
+    power = f"a total variation of {deviations} would have been found in {POWER:.0%} of runs, "
+    gap = f"too few samples to test {untested}, "
     return (
         f"PASS with {verifier}: no difference from the target's distribution; "
-        f"{would_see if deviations else ''}{f'too few samples to test {untested}, ' * bool(untested)}"
-        f"and exact decoding fails in 1 of {1 / evidence.false_alarm:g}"
+        f"{power * bool(deviations)}{gap * bool(untested)}and exact decoding fails in "
+        f"1 of {1 / evidence.false_alarm:g}"
     )
