@@ -241,7 +241,8 @@ def refuse_lacking(server: str, layout: str, head: DraftHead) -> None:
     if server == "vllm" and head.family == "eagle3" and config.mask_token is not None:
         lacking = PEAGLE
     if server == "vllm" and head.family == "eagle":
-        lacking = {"fc_bias": (False,)}  # which it drops without a word
+        # It drops the bias, and takes its key for one of attention, which no file then fills.
+        lacking = {"fc_bias": (False,)}
     if server == "llamacpp" and layout == "speculators" and head.family == "eagle3":
         raise UserError("of the layout speculators it reads DSpark alone")
     for option, able in lacking.items():
