@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from drafthead.heads.errors import UserError
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def main(
     from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
     from drafthead.lab.servers.audit import CHECKS, Audit
 
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}")
     server, target = asked_server(url, server_model, model)
     ids = asked_prompts(target, prompts, limit, max_new_tokens)
     audit = Audit(server, target, ids, max_new_tokens, samples, head)

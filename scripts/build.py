@@ -25,7 +25,11 @@ def main(
         ),
     ] = None,
     family: Annotated[
-        str, typer.Option(help="Of the head: eagle3, parallel, medusa, hydra, eagle, ...")
+        str,
+        typer.Option(
+            help="Of the head: eagle3; eagle3-portable, which vLLM, SGLang and llama.cpp read; "
+            "parallel, medusa, hydra, eagle, ..."
+        ),
     ] = "eagle3",
     max_new_tokens: options.MaxNewTokens = 192,
     seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,

@@ -1,5 +1,6 @@
 """`drafthead serve`: a server with OpenAI's endpoints, for many clients at a time."""
 
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ def main(
     model: options.Model,
     drafting: options.Drafting,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="DRAFTHEAD_API_KEY", help="Key that requests must bring."),
@@ -54,6 +55,7 @@ def main(
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'drafthead[serve]'") from error
 
+    refuse_taken(host, port)  # before anything is loaded
     decoder = drafting.decoder(model, compile)
     served = ServerOptions(
         model_name=served_model_name or Path(model.target).name,
@@ -69,3 +71,17 @@ def main(
         sizes = [4**power for power in range(8) if 4**power < max_batch]
         decoder.warm_up(batch_sizes=(*sizes, max_batch))
     listen(app, host, port, grace)
+
+
+def refuse_taken(host: str, port: int) -> None:
+    """Raise UserError where nobody can listen at an address."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at {host} port {port} ({error.strerror}): choose another --port or "
+            "--host"
+        ) from error

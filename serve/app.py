@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from drafthead.heads.errors import UserError
@@ -199,6 +200,9 @@ def add_errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:])
+        if first["type"] == "json_invalid" or not field:
+            told = "the body is no JSON object, or Content-Type is not application/json"
+            return JSONResponse(error_body(400, told), 400)
         return JSONResponse(error_body(400, f"{field}: {first['msg']}", field), 400)
 
 

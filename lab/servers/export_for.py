@@ -96,7 +96,10 @@ HELP = {
     "mtp": "Its server reads it in the target's own files: `drafthead head export --format mtp` "
     "writes it under the names that it has there",
 }
-OTHER_HELP = "`drafthead train --init eagle3-portable` trains a head that the three servers read"
+OTHER_HELP = (
+    "`drafthead build --family eagle3-portable` makes a head that the three servers read, and so "
+    "does `drafthead train --init eagle3-portable --target MODEL --config FILE`"
+)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def export_other(server: str, draft: NamedDraft, target: str, folder: Path) -> S
         able = ", ".join(kind for kind, servers in OTHERS.items() if server in servers)
         corpus = "; `data index --corpus` writes what SGLang looks texts up in"
         raise UserError(
-            f"{server} cannot draft with {draft}: beside heads it takes {able}"
+            f"{server} cannot draft with {draft}: beside heads it takes what --draft calls {able}"
             f"{corpus if server == 'sglang' else ''}"
         )
     with fresh_folder(folder) as temporary:
@@ -245,9 +248,10 @@ def refuse_lacking(server: str, layout: str, head: DraftHead) -> None:
         lacking = {"fc_bias": (False,)}
     if server == "llamacpp" and layout == "speculators" and head.family == "eagle3":
         raise UserError("of the layout speculators it reads DSpark alone")
-    for option, able in lacking.items():
-        if (value := getattr(config, option, able[0])) not in able:
-            raise UserError(f"its reader of {layout} lacks head.{option} {value!r}")
+    has = {option: getattr(config, option, able[0]) for option, able in lacking.items()}
+    lacks = [f"head.{name} {value!r}" for name, value in has.items() if value not in lacking[name]]
+    if lacks:
+        raise UserError(f"its reader of {layout} lacks {', '.join(lacks)}")
     if server == "llamacpp" and layout == "eagle3-vllm" and len(config.taps) != 3:
         raise UserError(f"its reader of {layout} takes three layers, not head.taps {config.taps}")
 
@@ -283,7 +287,8 @@ def drafted_tokens(head: DraftHead, target: str) -> tuple[int, str]:
         f"most tokens for the weights read. Of {places} held-out places (acceptance.json) the "
         f"first {head.depth} drafted tokens were right at {', '.join(f'{p:.0%}' for p in right)}: "
         f"{tokens[best]:.2f} tokens a pass. Each drafted token reads {share:.0%} of what a pass "
-        "of the target reads. Large batches want fewer"
+        "of the target reads. That is no measurement of the server: large batches want fewer, and "
+        "so may one whose drafts are dear"
     )
 
 
@@ -377,20 +382,28 @@ def llamacpp_commands(served: Served) -> list[str]:
         '"${PYTHON:-python3}" "${LLAMA_CPP:?is the folder of its sources}/convert_hf_to_gguf.py"'
     )
     beside = "" if served.layout == LAYOUTS["model"] else f"--target-model-dir {folder} "
-    lines = [
-        f'[ -f "$HERE/head.gguf" ] || {convert} "$HERE/{FILES}" \\',
-        f'  {beside}--outtype bf16 --outfile "$HERE/head.gguf"',
-    ]
+    lines = converting(f'{convert} "$HERE/{FILES}" {beside}--outtype bf16', "head")
     model = quote(str(file))
     if file is None:
         model = '"$HERE/target.gguf"'
-        lines.append(f"[ -f {model} ] || {convert} {folder} --outtype bf16 --outfile {model}")
+        lines += converting(f"{convert} {folder} --outtype bf16", "target")
     return [
         *lines,
+        "# One answer at a time: with its four slots hardly a draft is accepted where several ask.",
         f'exec "${{LLAMA_SERVER:-llama-server}}" --model {model} --alias {quote(served.model)} \\',
         f'  --port "${{PORT:-8000}}" --metrics --spec-type {served.method} \\',
         f'  --spec-draft-model "$HERE/head.gguf" --spec-draft-n-max {served.tokens} \\',
-        '  ${OPTIONS:-} "$@"',
+        '  --parallel 1 ${OPTIONS:-} "$@"',
+    ]
+
+
+def converting(command: str, name: str) -> list[str]:
+    """The lines that make a GGUF file, unless it is there; one that was cut short is not taken."""
+    return [
+        f'if [ ! -f "$HERE/{name}.gguf" ]; then',
+        f'  {command} --outfile "$HERE/{name}.part.gguf"',
+        f'  mv "$HERE/{name}.part.gguf" "$HERE/{name}.gguf"',
+        "fi",
     ]
 
 

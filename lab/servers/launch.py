@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,20 +20,25 @@ from drafthead.lab.servers.export_for import SCRIPT, Served
 INSTALL = {
     "vllm": "pip install vllm, or name its program in VLLM",
     "sglang": "pip install sglang, or name a Python that has it in PYTHON",
-    "llamacpp": "name the folder of its sources in LLAMA_CPP, and its server in LLAMA_SERVER",
+    "llamacpp": "name the folder of its sources in LLAMA_CPP, and its server in LLAMA_SERVER; its "
+    "converter needs pip install sentencepiece",
 }
+NOT_FOUND = 127  # a shell's status where there is no such program
 PATIENCE = 30  # seconds that a server has to end by itself
 
 
 def launch(folder: Path, served: Served) -> None:
     """Start the script in a folder and print how to call it; returns when the server has ended.
 
-    Raises UserError when it ends before it is ready, and KeyboardInterrupt at Ctrl-C, once the
-    server and all that it started are gone.
+    Raises UserError when it ends before it is ready or with an error, and KeyboardInterrupt at
+    Ctrl-C, once the server and all that it started are gone. So they are at SIGTERM and SIGHUP.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     with running(folder, served) as (address, process):
         print(how_to_call(address, served), flush=True)
-        process.wait()
+        if status := process.wait():
+            raise UserError(f"{served.server} ended with status {status}, see above")
 
 
 @contextmanager
@@ -40,11 +47,13 @@ def running(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address of a server that a script starts, and its process, while the block runs.
 
-    What it prints is seen here, or goes into `log`. Raises UserError when it ends before it is
-    ready.
+    What it prints is seen here, or goes into `log`. Raises UserError when another program listens
+    at its port, and when it ends before it is ready.
     """
-    address = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}"
-    script = folder / SCRIPT
+    port, script = os.environ.get("PORT", "8000"), folder / SCRIPT
+    address = f"http://127.0.0.1:{port}"
+    if is_taken(int(port)):
+        raise UserError(f"port {port} is in use: PORT=8001 sh {script} starts it at another")
     # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
     process = subprocess.Popen(
         ["sh", str(script)], start_new_session=True, stdout=log, stderr=log and subprocess.STDOUT
@@ -54,13 +63,26 @@ def running(
             if process.poll() is not None:
                 raise UserError(
                     f"{script} ended with status {process.returncode} before it answered, its "
-                    f"last words are above. If {served.server} is not installed: "
-                    f"{INSTALL[served.server]}"
+                    f"last words are above. {remedy(served.server, process.returncode)}. Then "
+                    f"`sh {script}` starts it again"
                 )
             time.sleep(0.2)
         yield address, process
     finally:
         stop(process)
+
+
+def remedy(server: str, status: int) -> str:
+    """What helps where a server has ended with a status before it was ready."""
+    if server == "vllm" and status != NOT_FOUND:
+        return "On a CPU vLLM needs OPTIONS, see docs/formats.md#for-a-server"
+    return f"If {server} is not installed: {INSTALL[server]}"
+
+
+def is_taken(port: int) -> bool:
+    """Whether a program listens at a port of this machine."""
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
 def is_ready(address: str) -> bool:

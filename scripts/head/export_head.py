@@ -52,7 +52,7 @@ def main(
     from drafthead.lab.servers.export_for import SCRIPT, export_named, read_head
 
     if (format is None) == (server is None):
-        raise UserError("name a server with --for, or a layout with --format")
+        raise UserError("name either a server with --for, or a layout with --format")
     if launch and server is None:
         raise UserError("--launch starts the server that --for names")
     if format is not None:
@@ -63,5 +63,6 @@ def main(
     served = export_named(server, str(head), target, output)
     print(f"{output}/{SCRIPT}: {served.layout}, method {served.method}, K = {served.tokens}")
     print(f"K: {served.reason}")
+    print(f"PORT=8000 sh {output}/{SCRIPT} starts it")
     if launch:
         launching.launch(output, served)

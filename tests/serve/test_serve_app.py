@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from fastapi.testclient import TestClient
 from tiny import byte_tokenizer, tiny_llama
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.request.options import read_options
+from drafthead.scripts.serve import refuse_taken
 from drafthead.serve.app import ServerOptions, make_app
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -215,6 +218,30 @@ def test_what_cannot_be_honoured_is_refused_with_a_sentence(client, name) -> Non
     response = client.post(CHAT, json={"messages": MESSAGES, "temperature": 1, **fields})
     assert response.status_code == status
     assert sentence in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"), [("{", "application/json"), ("[]", "application/json"), ("{}", "text/plain")]
+)
+def test_a_body_that_is_no_json_object_is_named(client, body: str, kind: str) -> None:
+    response = client.post(CHAT, content=body, headers={"Content-Type": kind})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("the body is no JSON object")
+
+
+def test_an_unknown_path_has_openais_error(client) -> None:
+    response = client.get("/v1/other")
+    assert response.status_code == 404 and response.json()["error"]["message"] == "Not Found"
+
+
+def test_an_address_that_is_taken_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1 port {port} .*choose another --port"):
+            refuse_taken("127.0.0.1", port)
+    refuse_taken("127.0.0.1", 0)
+    with pytest.raises(UserError, match="cannot listen at nowhere.invalid"):
+        refuse_taken("nowhere.invalid", 8000)
 
 
 def test_fields_that_change_nothing_are_passed_over(client) -> None:

@@ -118,20 +118,21 @@ class Connection:
             response = self.session.request(method, url, json=body, timeout=SECONDS)
         except (InvalidSchema, InvalidURL, MissingSchema) as error:
             raise UserError(
-                f"{self.url} is no address of a server: write --server http://HOST:PORT"
+                f"{self.url} is no address of a server: write http://HOST:PORT"
             ) from error
         except requests.RequestException as error:
             raise UserError(
-                f"no answer from {url} ({reason_of(error)}): start the server, or correct --server"
+                f"no answer from {url} ({reason_of(error)}): start the server, or correct the "
+                "address"
             ) from error
         if not response.ok:
             raise refusal(response)
         try:
             content = response.json()
         except JSONDecodeError as error:
-            raise UserError(f"{url} does not answer with JSON: correct --server") from error
+            raise UserError(f"{url} does not answer with JSON: correct the address") from error
         if not isinstance(content, dict):
-            raise UserError(f"{url} does not answer with a JSON object: correct --server")
+            raise UserError(f"{url} does not answer with a JSON object: correct the address")
         return content
 
 
@@ -141,7 +142,7 @@ def refusal(response: requests.Response) -> UserError:
     if status in (401, 403):
         return UserError(f"{url} wants a key ({message}): set {KEY} in the environment")
     if status == 404:
-        return UserError(f"{url} was not found ({message}): correct --server or --server-model")
+        return UserError(f"{url} was not found ({message}): correct the address or --server-model")
     if status in AGAIN:
         return UserError(f"{url} is busy ({status}: {message}): give the same command again later")
     return RefusedRequestError(f"{url} refuses the request ({status}: {message})")
@@ -366,7 +367,7 @@ def choice_of(content: dict[str, Any], url: str) -> dict[str, Any]:
         choice["message" if "message" in choice else "text"], choice["finish_reason"]
     except (KeyError, IndexError, TypeError) as error:
         raise UserError(
-            f"{url}/completions does not answer as OpenAI's does ({error!r}): correct --server"
+            f"{url}/completions does not answer as OpenAI's does ({error!r}): correct the address"
         ) from error
     return cast(dict[str, Any], choice)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -115,8 +116,12 @@ def test_a_server_gets_the_layout_that_it_reads(
     ("server", "kind", "options", "told"),
     [
         ("llamacpp", "eagle3", {}, r"lacks head\.tap_norm 'each'.*eagle3-portable"),
-        ("llamacpp", "eagle3", {**EAGLE3, "num_layers": 2}, r"lacks head\.num_layers 2"),
-        ("llamacpp", "eagle3", {**EAGLE3, "norm_feedback": True}, r"lacks head\.norm_feedback"),
+        (
+            "llamacpp",
+            "eagle3",
+            {**EAGLE3, "num_layers": 2, "norm_feedback": True},
+            r"lacks head\.num_layers 2, head\.norm_feedback True;",
+        ),
         ("llamacpp", "parallel", {**DSPARK, "correction": "gated"}, r"head\.correction 'gated'"),
         ("vllm", "eagle", {}, r"its reader of eagle lacks head\.fc_bias True"),
         ("vllm", "hydra", {}, r"family hydra: it reads heads of the families eagle, eagle3"),
@@ -200,6 +205,60 @@ def test_k_follows_from_what_was_measured(exported, tmp_path):
         served, folder = exported("vllm", "eagle3", {"depth": 5}, counted(*right))
         assert served.tokens in best
         assert "Of 100 held-out places" in (folder / "serve.sh").read_text().replace("\n# ", " ")
+
+
+def test_a_conversion_that_was_cut_short_is_made_again(exported, tmp_path, monkeypatch):
+    _, folder = exported("llamacpp", "parallel", DSPARK)
+    begun = f"#!{sys.executable}\nimport sys\nopen(sys.argv[-1], 'w')\nsys.exit(3)\n"
+    monkeypatch.setenv("PYTHON", program(tmp_path, begun))
+    monkeypatch.setenv("LLAMA_CPP", "sources")
+    ran = subprocess.run(["sh", str(folder / "serve.sh")])
+    assert ran.returncode == 3 and not (folder / "head.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"), [((signal.SIGTERM,), 143), ((signal.SIGHUP,), 129), ((), 2)]
+)
+def test_nothing_is_left_where_launching_ends(tmp_path, signals, status):
+    """Of a server that answers until it is stopped, or ends with an error by itself."""
+    dies = ANSWERS.replace("serve_forever()", "handle_request(); sys.exit(7)")
+    text = ANSWERS if signals else dies.replace("import http.server", "import sys, http.server")
+    (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
+    run = (
+        "import sys\nfrom pathlib import Path\n"
+        "from drafthead.heads.errors import UserError\n"
+        "from drafthead.lab.servers.export_for import Served\n"
+        "from drafthead.lab.servers.launch import launch\n"
+        "try: launch(Path(sys.argv[1]), Served('vllm', 'h', 'l', 'm', 'some/target', 3, ''))\n"
+        "except UserError as error: print(error); sys.exit(2)\n"
+    )
+    environment = {**os.environ, "VLLM": program(tmp_path, text), "PORT": "18465"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    told = ""
+    while "drafthead audit" not in told:
+        told += process.stdout.readline()
+    for number in signals:
+        process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait(60) == status, rest
+    assert signals or "ended with status 7" in rest
+    assert not is_ready("http://127.0.0.1:18465")
+
+
+def test_another_program_at_the_port_is_not_taken_for_the_server(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("PORT", str(port))
+        (tmp_path / "serve.sh").write_text("exit 0\n")
+        served = Served("vllm", "runs/mine", "eagle3-vllm", "eagle3", "some/target", 3, "")
+        with pytest.raises(UserError, match=f"port {port} is in use: PORT=8001 sh .*serve.sh"):
+            launch(tmp_path, served)
 
 
 def test_a_server_is_started_and_stopped(tmp_path, monkeypatch, capfd, request):

@@ -212,7 +212,7 @@ def test_a_server_that_stays_busy_ends_the_run_and_the_next_run_goes_on(
     [
         (400, "row . of prompts.jsonl: .*/v1/completions refuses the request .400: planted 400"),
         (401, r"wants a key \(planted 401\): set OPENAI_API_KEY"),
-        (404, r"completions was not found \(planted 404\): correct --server or --server-model"),
+        (404, r"completions was not found \(planted 404\): correct the address or --server-model"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_not_sent_again(
@@ -247,7 +247,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_a_server_of_another_kind_is_refused(completions: Completions) -> None:
-    with pytest.raises(UserError, match="correct --server"):
+    with pytest.raises(UserError, match="correct the address"):
         find_model(Connection(f"{completions.url}/other"), None, "served")
 
 
