@@ -389,7 +389,8 @@ def llamacpp_commands(served: Served) -> list[str]:
         lines += converting(f"{convert} {folder} --outtype bf16", "target")
     return [
         *lines,
-        "# One answer at a time: with its four slots hardly a draft is accepted where several ask.",
+        "# One answer at a time: with slots that share a cache, its own choice, hardly a draft is",
+        "# accepted where several ask. OPTIONS='--parallel 4 -c 4096' gives each a part.",
         f'exec "${{LLAMA_SERVER:-llama-server}}" --model {model} --alias {quote(served.model)} \\',
         f'  --port "${{PORT:-8000}}" --metrics --spec-type {served.method} \\',
         f'  --spec-draft-model "$HERE/head.gguf" --spec-draft-n-max {served.tokens} \\',
