@@ -113,8 +113,12 @@ def said_why(log: IO[bytes]) -> Iterator[None]:
         log.seek(0)
         text = log.read().decode(errors="replace")
         print(text[-8000:])
-        first = re.search(r"\w+(?:Error|Exception): (?!Engine core)(.+)", text)
-        raise UserError(first[1] if first else str(error)) from error
+        said = "\n".join(line for line in text.splitlines() if " WARNING " not in line)
+        # Pydantic's errors say in a second line what is wrong.
+        first = re.search(
+            r"(?:\w+(?:Error|Exception): (?!Engine core|\d+ vali)|Value error, )(.+)", said
+        )
+        raise UserError(first[1].partition(" [type=")[0] if first else str(error)) from error
 
 
 def table(rows: list[dict[str, Any]]) -> str:

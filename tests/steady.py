@@ -20,10 +20,8 @@ def steady_clock(folder: Path) -> Iterator[None]:
     """
     learn, costs_file = PlannedDecoding.learn, plans.costs_file
 
-    def learn_steadily(
-        self: PlannedDecoding, accept_lengths: Sequence[int], _: float, columns: int = 0
-    ) -> None:
-        learn(self, accept_lengths, 1.0, columns)
+    def learn_steadily(self: PlannedDecoding, accept_lengths: Sequence[int], _: float) -> None:
+        learn(self, accept_lengths, 1.0)
 
     def own_file(target: Target, drafter: Drafter) -> Path:
         return folder / costs_file(target, drafter).name

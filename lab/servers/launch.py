@@ -52,6 +52,8 @@ def running(
     """
     port, script = os.environ.get("PORT", "8000"), folder / SCRIPT
     address = f"http://127.0.0.1:{port}"
+    if not port.isdecimal():
+        raise UserError(f"PORT={port} in the environment is no number of a port")
     if is_taken(int(port)):
         raise UserError(f"port {port} is in use: PORT=8001 sh {script} starts it at another")
     # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
