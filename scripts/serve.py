@@ -1,6 +1,7 @@
 """`drafthead serve`: a server with OpenAI's endpoints, for many clients at a time."""
 
 import socket
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -68,9 +69,13 @@ def main(
     )
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
-        sizes = [4**power for power in range(8) if 4**power < max_batch]
-        decoder.warm_up(batch_sizes=(*sizes, max_batch))
+        decoder.warm_up(batch_sizes=sizes_up_to(max_batch))
     listen(app, host, port, grace)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Sizes of batches of which others know what steps cost: 1, 4, 16, ... and the largest."""
+    return [*takewhile(lambda size: size < most, (4**power for power in count())), most]
 
 
 def refuse_taken(host: str, port: int) -> None:

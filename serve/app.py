@@ -198,11 +198,12 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        """The field that is wrong; of a body that is no JSON object there is none."""
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:])
         if first["type"] == "json_invalid" or not field:
-            told = "the body is no JSON object, or Content-Type is not application/json"
-            return JSONResponse(error_body(400, told), 400)
+            message = "the body is no JSON object, or Content-Type is not application/json"
+            return JSONResponse(error_body(400, message), 400)
         return JSONResponse(error_body(400, f"{field}: {first['msg']}", field), 400)
 
 

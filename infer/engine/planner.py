@@ -487,8 +487,7 @@ class PlannedDecoding(Planner):
         run.seconds.append(seconds)
         run.accept_lengths.append(accept_lengths)
         if len(run.seconds) == self.plan.settings.run_steps:
-            self.plan.record(run)
-            self.run = self.plan.next_run(run)
+            self.run = self.plan.next_run(self._end_run())
 
     def finish(self) -> None:
         """Learn from a run that the end has cut short."""
