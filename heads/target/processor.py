@@ -29,7 +29,7 @@ def end_helpers() -> None:
 
     Each thread that computes has helpers of its own. With more of all these than processors OpenMP
     no longer waits by counting, and every operation has to wake its helpers: decoding in a second
-    thread takes twice as long then.
+    thread is much slower then.
     """
     if OPENMP is not None and hasattr(OPENMP, "omp_pause_resource_all"):
         OPENMP.omp_pause_resource_all(PAUSE_HARD)
