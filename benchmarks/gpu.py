@@ -16,19 +16,20 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
 import yaml
 from random_models import SHAPES, random_head, random_llama
-from scripted import Scripted
 
+from drafthead.backends.cuda import compiled_layers
+from drafthead.backends.cuda.recordings import Recording, Recordings
 from drafthead.heads.backend import backend_for
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.sampling import SamplingConfig, draw
 from drafthead.heads.storage.files import write_text
@@ -42,15 +43,44 @@ from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.building.folder import RECORD
 from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.lab.profiling.pass_times import seconds_of, time_passes
+from drafthead.lab.profiling.pass_times import seconds_of
 from drafthead.train.data.conversations import read_conversations
 
 LAWS = {
     "top-p 0.9": SamplingConfig(1.0, top_p=0.9),
     "top-k 50, top-p 0.9": SamplingConfig(1.0, top_k=50, top_p=0.9),
 }
-NODES = (1, 2, 4, 8, 16, 32, 64)
-TREES = ((4, 3), (8, 4), (16, 6), (32, 6), (64, 6))  # nodes and depth
+# Two graphs of products that share cuBLAS' workspace: does one work after the other has died?
+SHARED_WORKSPACE = [
+    sys.executable,
+    "-c",
+    """
+import gc, torch
+def captured(stream, x, w):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.nn.functional.linear(x, w)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        y = torch.nn.functional.linear(x, w)
+    return graph, y
+stream = torch.cuda.Stream()
+make = {"device": "cuda", "dtype": torch.bfloat16}
+x, w = torch.randn(16, 14336, **make), torch.randn(4096, 14336, **make)
+first, y = captured(stream, x, w)
+second, z = captured(stream, x, w)
+del first
+gc.collect()
+torch.cuda.empty_cache()
+taken = [torch.randn(2**22, device="cuda") for _ in range(64)]
+second.replay()
+torch.cuda.synchronize()
+wanted = torch.nn.functional.linear(x, w)
+assert torch.isfinite(z).all() and (z - wanted).abs().max() <= 0.05 * wanted.abs().max(), "wrong"
+print("the second graph still computes the product")
+""",
+]
 LEAST_LEFT = 5.0  # seconds before the deadline with which no measurement is begun
 
 logger = logging.getLogger("gpu")
@@ -172,6 +202,7 @@ def facts(bench: Bench) -> None:
     if cuda:
         bench.measure("sdp_priority", lambda: [str(b) for b in torch._C._get_sdp_priority_order()])
         bench.measure("cudnn", torch.backends.cudnn.version)
+        bench.measure("graph that outlives another", lambda: ended(bench, SHARED_WORKSPACE))
 
 
 def per_call(call: Callable[[], object], device: torch.device, calls: int = 500) -> float:
@@ -336,24 +367,62 @@ def tried(call: Callable[[], object], device: torch.device) -> float | str:
 # Phases over whole models.
 
 
-def one_row(bench: Bench) -> None:
-    """Plain decoding of one row: transformers, ours as it is, recorded, with compiled layers."""
-    for name in bench.names:
-        target = bench.model(name)
-        bench.measure(f"{name} bound_ms", lambda t=target: bound(t))
-        bench.measure(f"{name} generate", lambda t=target: generated(bench, t))
-        for way, compile in (("as it is", False), ("recorded", None), ("compiled layers", True)):
-            if bench.rehearse and compile:
-                continue
-            bench.measure(
-                f"{name} {way}",
-                lambda t=target, c=compile: plain(bench, decoder_for(t, None, None, c)),
-            )
-
-
 def bound(target: Target) -> float:
     """The milliseconds in which the weights of a plain pass are read once."""
     return milliseconds(weight_bytes(target, 1) / copy_bandwidth(target.device))
+
+
+def large(bench: Bench) -> None:
+    """The largest shape: plain steps and steps with an EAGLE-3 head, compiled."""
+    name = bench.names[-1]
+    target = bench.model(name)
+    bench.measure(f"{name} bound_ms", lambda: bound(target))
+    whole(bench, name, {"eagle3": (16, 64)})
+
+
+def small(bench: Bench) -> None:
+    """SmolLM2's shape: plain steps and steps with heads of three families, compiled."""
+    target = bench.model("SmolLM2")
+    bench.measure("SmolLM2 bound_ms", lambda: bound(target))
+    bench.measure("SmolLM2 generate", lambda: generated(bench, target))
+    whole(bench, "SmolLM2", {"eagle3": (16, 64), "parallel": (16,), "medusa": (16,)})
+
+
+def whole(bench: Bench, name: str, kinds: dict[str, tuple[int, ...]]) -> None:
+    """Steps of one row after 256 tokens, compiled: plain ones, and with heads over trees of sizes.
+
+    The target is compiled once, and each head once.
+    """
+    plain = decoder_for(bench.model(name), None, None, True)
+    bench.measure(f"{name} plain", lambda: stepped(bench, plain, 1, 256))
+    for kind, sizes in kinds.items():
+        decoder = with_random_head(bench, kind, plain.target)
+        for nodes in sizes:
+            bench.measure(
+                f"{name} {kind} N={nodes}",
+                lambda d=decoder, n=nodes: stepped(bench, over_trees(bench, d, n), 1, 256),
+            )
+
+
+def with_random_head(bench: Bench, family: str, target: Target) -> Decoder:
+    """A decoder for a compiled target with a head of random weights."""
+    own: dict[str, Any] = {"depth": 6} if family == "eagle3" else {}
+    if family != "medusa":
+        own["draft_vocab_size"] = min(32768, target.vocab_size // 2)
+    head = random_head(family, target, **own)
+    head.path_counts = {(): 100} | {
+        (0,) * length: round(100 * UNMEASURED_ALPHA**length) for length in range(1, head.depth + 1)
+    }
+    return decoder_for(target, drafter_for(head, target), None, True)
+
+
+def over_trees(bench: Bench, decoder: Decoder, nodes: int) -> Decoder:
+    """The decoder with trees of so many nodes at each step, and no planner."""
+    nodes = bench.size(nodes, 8)
+    assert decoder.drafter is not None
+    decoder.plans, depth = None, decoder.drafter.budgets[-1].depth
+    decoder.budget = Budget(nodes, min(depth, nodes - 1))
+    return decoder
 
 
 def generated(bench: Bench, target: Target, cache: str | None = None) -> dict[str, float]:
@@ -387,17 +456,12 @@ def prompt_of(target: Target, length: int, rows: int, seed: int = 0) -> torch.Te
     return torch.randint(target.vocab_size, (rows, length), generator=generator).to(target.device)
 
 
-def plain(bench: Bench, decoder: Decoder, rows: int = 1, columns: int = 256) -> dict[str, Any]:
-    """Figures of plain decoding after `columns` tokens: see `stepped`."""
-    decoder.end_ids = frozenset()
-    return stepped(bench, decoder, rows, columns)
-
-
 def stepped(bench: Bench, decoder: Decoder, rows: int, columns: int, **options: Any) -> Any:
-    """Milliseconds of a step and of a first token, kernels of a step and the host's share.
+    """Milliseconds of a step after `columns` tokens and of a first token, and of its graphs.
 
     The first call also records, and compiles what is compiled.
     """
+    decoder.end_ids = frozenset()
     columns, steps = bench.size(columns, 8), bench.size(40, 3)
     prompts = prompt_of(decoder.target, columns, rows).tolist()
     ask = {"max_new_tokens": 8 * (steps + 40), **options}
@@ -414,152 +478,117 @@ def stepped(bench: Bench, decoder: Decoder, rows: int, columns: int, **options: 
         pass
     taken = [seconds_of(lambda: next(running), bench.device) for _ in range(steps)]
     in_row = seconds_of(lambda: list(islice(running, steps)), bench.device) / steps
-    found = {
+    return {
         "step_ms": milliseconds(in_row),
         "step_alone_ms": milliseconds(median(taken)),
         "prompt_ms": milliseconds(prompt_seconds),
         "first_call_first_token_s": round(first_token, 3),
         "first_call_s": round(first_call, 3),
         "tau": round(running.stats.tau, 3),
+        "graphs": graphs(decoder, running),
     }
-    return found | busy(bench, running)
 
 
-def busy(bench: Bench, running: Iterator[Any], steps: int = 6) -> dict[str, Any]:
-    """Milliseconds of a step in which the GPU works, its kernels, and those that take longest."""
-    if bench.device.type != "cuda":
+def graphs(decoder: Decoder, running: Iterator[Any]) -> dict[str, dict[str, Any]]:
+    """Of each graph that a step replays: its milliseconds and its kernels.
+
+    What a step takes beyond its graphs is the host's, and gaps. The values of the run are lost.
+    """
+    used: dict[int, Recording] = {}
+    repeated = Recording.repeated
+
+    def noted(self: Recording, leaves: Sequence[torch.Tensor]) -> Any:
+        """The value of the call; remembers the recording."""
+        used[id(self)] = self
+        return repeated(self, leaves)
+
+    with mock.patch.object(Recording, "repeated", noted):
         list(islice(running, 2))
-        return {}
+    made = [
+        *decoder.target.backend.made,
+        *getattr(getattr(decoder.drafter, "backend", None), "made", ()),
+    ]
+    names = {
+        id(recording): getattr(each.function, "__qualname__", "function")
+        for each in made
+        for graph in chain.from_iterable(each.graphs.values())
+        if isinstance(graph, Recordings)
+        for recording in graph.recordings.values()
+    }
+    return {
+        f"{names.get(key, '?')} {[list(place.shape) for place in recording.places[:2]]}": replayed(
+            recording, decoder.target.device
+        )
+        for key, recording in used.items()
+    }
+
+
+def replayed(recording: Recording, device: torch.device, calls: int = 20) -> dict[str, Any]:
+    """Milliseconds of a graph, replays in a row, and of the kernels of one, and their number."""
+
+    def many() -> None:
+        for _ in range(calls):
+            recording.replay()
+
+    many()
+    found: dict[str, Any] = {"ms": milliseconds(seconds_of(many, device) / calls)}
+    if device.type != "cuda":
+        return found
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        list(islice(running, steps))
+        recording.replay()
         torch.cuda.synchronize()
     rows = [e for e in profiled.key_averages() if e.self_device_time_total > 0]
     rows.sort(key=lambda e: e.self_device_time_total, reverse=True)
-    total = sum(e.self_device_time_total for e in rows) / 1000 / steps
-    longest = {
-        e.key[:60]: [round(e.self_device_time_total / 1000 / steps, 4), round(e.count / steps, 1)]
-        for e in rows[:12]
-    }
-    return {
-        "kernel_ms": round(total, 3),
-        "kernels": round(sum(e.count for e in rows) / steps, 1),
-        "longest": longest,
+    return found | {
+        "kernel_ms": milliseconds(1e-6 * sum(e.self_device_time_total for e in rows)),
+        "kernels": sum(e.count for e in rows),
+        "longest": {
+            e.key[:48]: [milliseconds(1e-6 * e.self_device_time_total), e.count] for e in rows[:8]
+        },
     }
 
 
-def passes(bench: Bench) -> None:
-    """The pass of the target alone, by nodes, recorded and with compiled layers."""
-    for name in bench.names:
-        for way, compile in (("recorded", None), ("compiled layers", True)):
-            if bench.rehearse and compile:
-                continue
-            decoder = decoder_for(bench.model(name), None, None, compile)
-            sizes = NODES if not bench.rehearse else (1, 4)
-            bench.measure(
-                f"{name} {way} ms",
-                lambda d=decoder, s=sizes: {
-                    str(n): milliseconds(seconds)
-                    for n, seconds in time_passes(d.target, sizes=s, rounds=7).verify.items()
-                },
-            )
-
-
-def heads(bench: Bench) -> None:
-    """Steps with heads of random weights: the whole, and the draft alone."""
-    options = {"eagle3": {"depth": 6}, "eagle3 of 2 layers": {"depth": 6, "num_layers": 2}}
-    for name in bench.names:
-        target = bench.model(name)
-        for kind in ("eagle3", "eagle3 of 2 layers", "parallel", "medusa"):
-            own = dict(options.get(kind, {}))
-            if kind != "medusa":
-                own["draft_vocab_size"] = min(32768, target.vocab_size // 2)
-            family = kind.split()[0]
-            for way, compile in (("recorded", None), ("compiled layers", True)):
-                if bench.rehearse and compile:
-                    continue
-                for nodes, depth in TREES if way == "recorded" else TREES[2:3]:
-                    if bench.rehearse and nodes > 8:
-                        continue
-                    bench.measure(
-                        f"{name} {kind} {way} N={nodes}",
-                        lambda f=family, o=own, t=target, n=nodes, d=depth, c=compile: with_head(
-                            bench, f, o, t, Budget(n, d), c
-                        ),
-                    )
-
-
-def with_head(
-    bench: Bench, family: str, own: dict[str, Any], target: Target, budget: Budget, compile: Any
-) -> Any:
-    """Figures of steps with a random head within a budget."""
-    head = random_head(family, target, **own)
-    depth = min(budget.depth, head.depth)
-    head.path_counts = {(): 100} | {
-        (0,) * length: round(100 * UNMEASURED_ALPHA**length) for length in range(1, depth + 1)
-    }
-    drafter = drafter_for(head, target)
-    return drafted(bench, target, drafter, Budget(budget.nodes, depth), compile, 1, 256)
-
-
-def drafted(
-    bench: Bench,
-    target: Target,
-    drafter: Drafter,
-    budget: Budget,
-    compile: bool | None,
-    rows: int,
-    columns: int,
-) -> Any:
-    """Figures of steps over trees of one size: see `stepped`."""
-    decoder = decoder_for(target, drafter, None, compile)
-    decoder.plans, decoder.budget = None, budget
-    decoder.end_ids = frozenset()
-    return stepped(bench, decoder, rows, columns)
-
-
-def batches(bench: Bench) -> None:
-    """Several rows, 1,024 tokens each: plain, and trees of 16 nodes from a script."""
-    for name in bench.names:
-        target = bench.model(name)
-        for rows in (2,) if bench.rehearse else (4, 16, 64):
-            decoder = decoder_for(target, None, None, None if bench.rehearse else True)
-            bench.measure(
-                f"{name} plain B={rows}",
-                lambda d=decoder, r=rows: plain(bench, d, r, 1024),
-            )
-            bench.measure(
-                f"{name} 16 nodes B={rows}",
-                lambda t=target, r=rows: scripted(bench, t, r),
-            )
-
-
-def scripted(bench: Bench, target: Target, rows: int) -> Any:
-    """Figures of steps over trees of 16 nodes that a script proposes."""
-    drafter: Drafter = Scripted([[1] * 4096] * rows, 0.5, 6, target.vocab_size)
-    compile = None if bench.rehearse else True
-    return drafted(bench, target, drafter, Budget(16, 6), compile, rows, 1024)
+def rows(bench: Bench) -> None:
+    """Sixteen rows of the largest shape, 1,024 tokens each: plain, and with an EAGLE-3 head."""
+    name, count = bench.names[-1], bench.size(16, 2)
+    plain = decoder_for(bench.model(name), None, None, True)
+    bench.measure(f"{name} plain B={count}", lambda: stepped(bench, plain, count, 1024))
+    decoder = with_random_head(bench, "eagle3", plain.target)
+    bench.measure(
+        f"{name} eagle3 N=16 B={count}",
+        lambda: stepped(bench, over_trees(bench, decoder, 16), count, 1024),
+    )
 
 
 def long_texts(bench: Bench) -> None:
-    """One row after 8,192 and 32,000 tokens, beside transformers' first token."""
-    for name in bench.names:
-        target = bench.model(name)
-        for columns in (16,) if bench.rehearse else (1024, 8192, 32_000):
-            decoder = decoder_for(target, None, None, None if bench.rehearse else True)
-            bench.measure(
-                f"{name} plain S={columns}",
-                lambda d=decoder, c=columns: plain(bench, d, 1, c),
-            )
-            bench.measure(
-                f"{name} generate first token ms S={columns}",
-                lambda t=target, c=columns: first_token(bench, t, c),
-            )
+    """The first token after long prompts with a head, beside transformers'."""
+    name = bench.names[-1]
+    plain = decoder_for(bench.model(name), None, None, True)
+    decoder = over_trees(bench, with_random_head(bench, "eagle3", plain.target), 16)
+    for columns in (16,) if bench.rehearse else (256, 8192, 32_000):
+        bench.measure(
+            f"{name} first token ms S={columns}", lambda c=columns: first_token(bench, decoder, c)
+        )
+        bench.measure(
+            f"{name} generate first token ms S={columns}",
+            lambda c=columns: first_token_of_generate(bench, plain.target, c),
+        )
 
 
-def first_token(bench: Bench, target: Target, columns: int) -> float:
+def first_token(bench: Bench, decoder: Decoder, columns: int) -> float:
+    """Milliseconds of the first token with a head, after a first call."""
+    prompts = prompt_of(decoder.target, bench.size(columns, 16), 1).tolist()
+
+    def call() -> None:
+        next(decoder.steps(prompts, max_new_tokens=8))
+
+    call()
+    return milliseconds(median(seconds_of(call, bench.device) for _ in range(2)))
+
+
+def first_token_of_generate(bench: Bench, target: Target, columns: int) -> float:
     """Milliseconds of the first token of `model.generate`, after a first call."""
     ids = prompt_of(target, bench.size(columns, 16), 1)
 
@@ -579,89 +608,157 @@ def static(bench: Bench) -> None:
         )
 
 
-def real(bench: Bench) -> None:
-    """A real model with its head, on real prompts: tokens/s, tau, and texts beside plain ones."""
-    target = load_decoder_only(bench.target, device=str(bench.device))
-    count, tokens = bench.size(24, 2), bench.size(128, 8)
-    conversations = list(read_conversations(bench.prompts, limit=400))
-    step = max(1, len(conversations) // count)
-    prompts = [c.messages[:1] for c in conversations[::step][:count]]
-    assert target.tokenizer is not None
-    ids = encode(prompts, target.tokenizer)
-    ways: dict[str, dict[str, Any]] = {"plain": {}, "lookup": {"draft": "lookup"}}
-    best = "lookup"
-    if bench.head is not None:
-        best = "head + lookup"
-        ways |= {"head": {"draft": bench.head}, best: {"draft": [bench.head, "lookup"]}}
-    sequences: dict[str, Any] = {}
+def options(bench: Bench) -> None:
+    """Plain steps of the largest shape with other options of torch's code generator."""
+    name, usual = bench.names[-1], compiled_layers.OPTIONS
+    tried = {
+        "dependent launch": {"triton.enable_pdl": True},
+        "without tuning": {"coordinate_descent_tuning": False},
+    }
+    for way, own in tried.items():
+        compiled_layers.OPTIONS = usual | own
+        bench.measure(
+            f"{name} plain, {way}",
+            lambda: stepped(bench, decoder_for(bench.model(name), None, None, True), 1, 256),
+        )
+    compiled_layers.OPTIONS = usual
 
-    def raced(options: dict[str, Any], compile: Any, **ask: Any) -> dict[str, Any]:
-        """Figures of one way of decoding, after it has learnt what its steps take."""
-        decoder = Decoder.from_pretrained(target, compile=compile, **options)
-        decoder.warm_up()
-        seconds, made, steps, answers = 0.0, 0, 0, []
-        for prompt in ids:
+
+class Real:
+    """A real model with real prompts, and the texts that plain decoding gave for them."""
+
+    def __init__(self, bench: Bench):
+        """As many prompts as a phase takes, spread over the file."""
+        self.bench, self.tokens = bench, bench.size(128, 8)
+        self.target = load_decoder_only(bench.target, device=str(bench.device))
+        count = bench.size(24, 2)
+        conversations = list(read_conversations(bench.prompts, limit=480))
+        chosen = conversations[:: max(1, len(conversations) // count)][:count]
+        assert self.target.tokenizer is not None
+        self.ids = encode([c.messages[:1] for c in chosen], self.target.tokenizer)
+        self.plain_texts: dict[str, list[list[int]]] = {}
+
+    def raced(self, decoder: Decoder, is_plain: bool, **ask: Any) -> dict[str, Any]:
+        """Figures of one way of decoding, after it has recorded and learnt what its steps take."""
+        if decoder.plans is not None:
+            decoder.warm_up()
+        decoder.generate(self.ids[0], max_new_tokens=40, **ask)
+        results, seconds = [], 0.0
+        for number, prompt in enumerate(self.ids):
             taken = time.perf_counter()
-            result = decoder.generate(prompt, max_new_tokens=tokens, **ask)
+            result = decoder.generate(prompt, max_new_tokens=self.tokens, seed=number, **ask)
             seconds += time.perf_counter() - taken
-            answers.append(result.sequences[0])
-            made += len(answers[-1])
-            steps += len(result.stats.accept_lengths[0]) + 1
-        sequences[json.dumps([*map(str, (options, compile, ask))])] = answers
-        plain_key = json.dumps([*map(str, ({}, compile, ask))])
-        reference = sequences.get(plain_key, answers)
+            results.append(result)
+        answers = [result.sequences[0] for result in results]
+        key = json.dumps(ask)
+        if is_plain:
+            self.plain_texts[key] = answers
+        stats = [result.stats for result in results]
+        after_first = sum(sum(each.decoded_tokens) for each in stats)
         return {
-            "tokens_per_second": round(made / seconds, 1),
-            "tau": round(made / steps, 3),
-            "answers unlike plain": sum(a != b for a, b in zip(answers, reference, strict=True)),
+            "tokens_per_second": round(sum(map(len, answers)) / seconds, 1),
+            "after_the_prompt": round(after_first / sum(each.decode_seconds for each in stats), 1),
+            "prompt_ms": milliseconds(median(each.seconds["prefill"] for each in stats)),
+            "tau": round(after_first / sum(len(each.accept_lengths[0]) for each in stats), 3),
+            "nodes": round(sum(e.verified_nodes for e in stats) / sum(e.steps for e in stats), 1),
+            "answers unlike plain": sum(
+                a != b for a, b in zip(answers, self.plain_texts[key], strict=True)
+            ),
         }
 
-    bench.measure("generate", lambda: real_generate(target, ids, tokens))
+    def generated(self, count: int, **options: Any) -> dict[str, float]:
+        """Tokens per second of `model.generate`, prompts counted."""
+        made, seconds = 0, 0.0
+        # The longest first, as a warm-up: a static cache that is large enough is kept.
+        longest = max(self.ids, key=len)
+        for number, prompt in enumerate([longest, longest, *self.ids[:count]]):
+            given = torch.tensor([prompt], device=self.target.device)
+            taken = time.perf_counter()
+            answer = self.target.model.generate(
+                given, max_new_tokens=self.tokens, do_sample=False, **options
+            ).tolist()
+            if number > 1:
+                seconds += time.perf_counter() - taken
+                made += len(answer[0]) - len(prompt)
+        return {"tokens_per_second": round(made / seconds, 1)}
+
+
+def real(bench: Bench) -> None:
+    """A real model with its head, on real prompts, compiled: trees of one size, planned, with
+    lookup, drawn; and which answers leave plain decoding's.
+    """
+    text = Real(bench)
+    plain = Decoder.from_pretrained(text.target, compile=True)
     drawn = {"temperature": 0.7, "top_p": 0.9}
-    for way in ("plain", best):
-        bench.measure(f"{way}, recorded", lambda o=ways[way]: raced(o, None))
-    how = None if bench.rehearse else True
-    for way, options in ways.items():
-        bench.measure(f"{way}, compiled layers", lambda o=options: raced(o, how))
-    for way in ("plain", best):
-        bench.measure(f"{way}, T = 0.7, top-p 0.9", lambda o=ways[way]: raced(o, how, **drawn))
+    bench.measure("plain", lambda: text.raced(plain, True))
+    if bench.head is not None:
+        head = Decoder.from_pretrained(plain.target, draft=bench.head, compile=True)
+        plans = head.plans
+        bench.measure("head, 16 nodes", lambda: text.raced(over_trees(bench, head, 16), False))
+        head.plans = plans
+        bench.measure("head, planned", lambda: text.raced(head, False))
+        both = Decoder.from_pretrained(plain.target, draft=[bench.head, "lookup"], compile=True)
+        bench.measure("head + lookup, planned", lambda: text.raced(both, False))
+    bench.measure("plain, T = 0.7", lambda: text.raced(plain, True, **drawn))
+    if bench.head is not None:
+        bench.measure("head, planned, T = 0.7", lambda: text.raced(head, False, **drawn))
+    lookup = Decoder.from_pretrained(plain.target, draft="lookup", compile=True)
+    bench.measure("lookup, planned", lambda: text.raced(lookup, False))
+    bench.measure("generate", lambda: text.generated(bench.size(4, 1)))
+    if bench.head is not None:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        for backend in (plain.target.backend, head.drafter.backend):  # type: ignore[union-attr]
+            backend.forget()
+        bench.measure("plain, sums in float32", lambda: text.raced(plain, True))
+        bench.measure(
+            "head, 16 nodes, sums in float32",
+            lambda: text.raced(over_trees(bench, head, 16), False),
+        )
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 
-def real_generate(target: Target, ids: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
-    """Tokens per second of `model.generate`, prompts counted."""
-    made, seconds = 0, 0.0
-    for number, prompt in enumerate(ids[:7]):
-        given = torch.tensor([prompt], device=target.device)
+def real_static(bench: Bench) -> None:
+    """`model.generate` with a static cache on the prompts of `real`."""
+    text = Real(bench)
+    bench.measure(
+        "generate, static cache",
+        lambda: text.generated(bench.size(6, 1), cache_implementation="static"),
+    )
 
-        def call(given: torch.Tensor = given) -> None:
-            nonlocal made
-            answer = target.model.generate(given, max_new_tokens=tokens, do_sample=False)
-            made += answer.shape[1] - given.shape[1]
 
-        taken = seconds_of(call, target.device)
-        if number == 0:  # the first call is a warm-up
-            made = 0
-        else:
-            seconds += taken
-    return {"tokens_per_second": round(made / seconds, 1)}
+def recorded(bench: Bench) -> None:
+    """A real model recorded without being compiled: plain, and with its head."""
+    text = Real(bench)
+    plain = Decoder.from_pretrained(text.target)
+    bench.measure("plain, recorded", lambda: text.raced(plain, True))
+    if bench.head is not None:
+        head = Decoder.from_pretrained(plain.target, draft=bench.head)
+        bench.measure(
+            "head, 16 nodes, recorded", lambda: text.raced(over_trees(bench, head, 16), False)
+        )
 
 
 def tests(bench: Bench) -> None:
-    """The GPU tests, in several processes."""
-    folder = bench.output / "tests"
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
-        *(("--collect-only",) if bench.rehearse else ("--numprocesses", "4")),
-        *("--junitxml", f"{folder}.xml", "tests/infer/engine/test_on_gpu.py"),
-    ]
+    """The GPU tests: those of the kernels alone, and of decoding in several processes."""
+    files = {"kernels": "tests/backends/cuda", "decoding": "tests/infer/engine/test_on_gpu.py"}
+    for name, path in files.items():
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
+            *(("--collect-only",) if bench.rehearse else ()),
+            *(("--numprocesses", "4") if not bench.rehearse and name == "decoding" else ()),
+            path,
+        ]
+        bench.measure(f"pytest {name}", lambda c=command: ended(bench, c))
+
+
+def ended(bench: Bench, command: Sequence[str]) -> dict[str, Any]:
+    """How a command ended within the time that is left; raises RuntimeError where it failed."""
     left = bench.ends_at - time.perf_counter() - LEAST_LEFT
-
-    def run() -> dict[str, Any]:
-        """How the tests ended."""
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=left)
-        return {"exit": ended.returncode, "end": ended.stdout.splitlines()[-12:]}
-
-    bench.measure("pytest", run)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=left)
+    lines = run.stdout.splitlines()[-12:]
+    if run.returncode:
+        raise RuntimeError("\n".join([f"exit {run.returncode}", *lines, run.stderr[-600:]]))
+    return {"exit": run.returncode, "end": lines}
 
 
 def build(bench: Bench) -> None:
@@ -691,16 +788,27 @@ def build(bench: Bench) -> None:
 PHASES: dict[str, Callable[[Bench], None]] = {
     "facts": facts,
     "kernels": kernels,
-    "one_row": one_row,
-    "passes": passes,
-    "heads": heads,
-    "batches": batches,
+    "large": large,
+    "small": small,
+    "rows": rows,
     "long_texts": long_texts,
+    "options": options,
     "real": real,
+    "recorded": recorded,
     "static": static,
+    "real_static": real_static,
     "tests": tests,
     "build": build,
 }
+
+
+def record_by_stand_ins() -> None:
+    """Let passes be recorded without a GPU: a repetition calls the function again."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    import pytest
+    from rehearsal import rehearse
+
+    rehearse(pytest.MonkeyPatch())
 
 
 @contextmanager
@@ -748,7 +856,9 @@ def main(
         raise typer.BadParameter(f"there is no phase {unknown[0]}: {', '.join(PHASES)}")
     names = names[names.index(begin) :] if begin else names
     device = torch.device("cpu" if rehearse else "cuda")
-    if not rehearse:
+    if rehearse:
+        record_by_stand_ins()
+    else:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     output.mkdir(parents=True, exist_ok=True)
     ends_at = time.perf_counter() + deadline

@@ -11,8 +11,8 @@ from gpu import LEAST_LEFT, Bench, phase
 
 ROOT = Path(__file__).parent.parent
 PHASES = (
-    "facts", "kernels", "one_row", "passes", "heads", "batches", "long_texts", "real", "static",
-    "tests", "build",
+    "facts", "kernels", "large", "small", "rows", "long_texts", "options", "real", "recorded",
+    "static", "real_static", "tests", "build",
 )  # fmt: skip
 
 
@@ -28,10 +28,12 @@ def test_every_phase_runs_and_writes_its_figures(tmp_path: Path) -> None:
     for name, found in files.items():
         assert {"device", "seconds"} < found.keys(), name
         assert "failed" not in json.dumps(found), name
-    steps = files["heads"]["SmolLM2 eagle3 recorded N=8"]
+    steps = files["small"]["SmolLM2 eagle3 N=16"]
     assert steps["step_ms"] > 0 and steps["first_call_s"] > steps["first_call_first_token_s"] > 0
+    draft, step = steps["graphs"].items()  # in the order in which a step replays them
+    assert "grow" in draft[0] and "_step" in step[0] and draft[1]["ms"] > 0 < step[1]["ms"]
     assert files["build"]["build"]["choices"]["minutes"] == 15
-    assert files["real"]["plain, recorded"]["answers unlike plain"] == 0
+    assert files["real"]["lookup, planned"]["answers unlike plain"] == 0
 
 
 def test_what_time_is_left_for_is_measured_and_the_rest_is_named(tmp_path: Path) -> None:
