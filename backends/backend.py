@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ class CompilingBackend(Backend):
         self.has_kernels = kernels_serve(device, dtype)
         self.memory = CacheMemory.where_recorded(device)
         self.made: list[Compiled] = []
+        self.others: WeakSet[Backend] = WeakSet()  # of drafters, which are forgotten with this one
 
     def compile(
         self,
@@ -80,3 +82,9 @@ class CompilingBackend(Backend):
         for made in list(self.made):
             if made.reads:
                 made.forget()
+        for other in list(self.others):
+            other.forget()
+
+    def forget_also(self, other: Backend) -> None:
+        """See `Backend.forget_also`."""
+        self.others.add(other)

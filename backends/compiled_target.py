@@ -28,6 +28,7 @@ from drafthead.heads.target.masks import LayerMasks
 from drafthead.heads.target.target import Target, TargetOutput
 from drafthead.heads.target.tree_cache import StepCache, TreeCache
 from drafthead.heads.target.weight_state import state_of
+from drafthead.heads.trees.tree import ancestor_mask
 
 # Share of their size by which logits may differ that two attention kernels lead to, in bfloat16.
 MOST_DIFFERENT = 0.05
@@ -103,14 +104,18 @@ class CompiledTarget(Target):
         kernels = TreeKernels.for_model(self.model, self.config, self.layer_kinds)
         if kernels is None or self.numbers is not None:
             return None
-        # Siblings after a committed text: a node that saw the wrong keys would show here.
-        ids = torch.arange(1, 9, device=self.device)[None].clamp_max(self.vocab_size - 1)
+        # Siblings after a committed text: a node that saw the wrong keys would show here. They are
+        # as many as trees can have, so that the kernel is tried which needs most of the device.
+        nodes = kernels.most_nodes
+        ids = torch.arange(1, nodes + 1, device=self.device)[None].clamp_max(self.vocab_size - 1)
+        prompt = ids[:, :8]
         cache = TreeCache()
-        super().read(ids, ids - 1, None, NO_FEATURES, cache)
-        cache.commit_prompt(torch.tensor([8], device=self.device), 8, room=8)
-        # A root with two children.
-        visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], device=self.device).bool()
-        tokens, positions = ids[:, :3], cache.positions(2)[:, [0, 1, 1]]
+        super().read(prompt, torch.arange(8, device=self.device)[None], None, NO_FEATURES, cache)
+        cache.commit_prompt(torch.tensor([8], device=self.device), 8, room=nodes)
+        # Each node has two children: the root 1 and 2, node 1 has 3 and 4.
+        parents = (torch.arange(nodes, device=self.device)[None] - 1).div(2, rounding_mode="floor")
+        visible = ancestor_mask(parents)
+        tokens, positions = ids, cache.positions(1) + visible.sum(-1) - 1
         mask = super().tree_mask(cache, visible)
         masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
         masks = kernels.masks(visible, cache.positions(1)[0], cache.positions(1)[0, 0])
@@ -119,7 +124,7 @@ class CompiledTarget(Target):
         if not self._is_same(masked, seen, kernels.used(), "trees"):
             return None
         if all(kind.reach == float("inf") for kind in self.layer_kinds):
-            positions = cache.positions(3)
+            tokens, positions = ids[:, :3], cache.positions(3)
             mask = super().later_mask(cache, positions[0])
             masked = super().run(tokens, positions, mask, NO_FEATURES, cache).logits
             later = tokens, positions, kernels.later_mask(cache.longest + 3, self.device), cache

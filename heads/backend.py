@@ -71,6 +71,12 @@ class Backend:
     has_kernels = False  # whether kernels of ours take the place of operations
     memory: CacheMemory | None = None  # for caches, where calls are recorded: they want few sizes
 
+    def forget(self) -> None:
+        """Make compiled functions again, for the weights that they read have changed."""
+
+    def forget_also(self, other: "Backend") -> None:
+        """With this backend's functions forget those of another one, which read its weights too."""
+
     @property
     def seconds(self) -> float:
         """Time spent on compiling so far."""

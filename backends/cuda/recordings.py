@@ -26,6 +26,9 @@ MOST_KEPT = 2**20
 # Calls before a recording is made: in the first libraries load their kernels, in the second none is
 # left to load.
 WARM_UPS = 2
+# A capture that fails is tried again at the 8th call that needs one, then at the 64th, and so on:
+# what spoils it may pass, and each try takes time.
+PATIENCE = 8
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ def captured(
         graph, capturing.pool, capturing.stream, capture_error_mode="thread_local"
     )
     try:
-        with no_collection(), capture:
+        with no_collection(), capture, own_workspace():
             return function(*arguments)
     except torch.OutOfMemoryError:
         raise
@@ -103,6 +106,22 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def own_workspace() -> Iterator[None]:
+    """Within a capture, cuBLAS works in memory of the capture's pool, which outlives all graphs.
+
+    torch keeps a workspace for each stream, and drops that of a stream with each graph that was
+    captured there (pytorch #193402), and all of them for other recordings than ours: graphs that
+    are left would go on to write there.
+    """
+    clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
+    clear()  # as it was made outside of the capture, the first product will ask for another
+    try:
+        yield
+    finally:
+        clear()  # from now on it is free memory of the pool
 
 
 @cache
@@ -169,7 +188,8 @@ class Recordings:
         """`held` are the places of arguments, tensors or lists of them, that keep their address."""
         self.function, self.held, self.capture, self.most = function, held, capture, most
         self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self.reason_against: str | None = None  # why it cannot be recorded, once that is known
+        self.failures = 0  # of captures
+        self.calls_to_wait = 0  # before the next capture is tried
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's value, in tensors of its own.
@@ -177,20 +197,6 @@ class Recordings:
         A function that cannot be recorded is called instead, which one line in the log says: it
         asks the device for a number, say, on which its next kernels depend.
         """
-        if self.reason_against is not None:
-            return self.function(*arguments)
-        try:
-            return self._recorded(arguments)
-        except torch.OutOfMemoryError:
-            raise
-        except CaptureError as error:
-            self.reason_against = str(error)
-            name = getattr(self.function, "__qualname__", repr(self.function))
-            logger.warning("%s runs unrecorded, and slower: %s", name, self.reason_against)
-            return self.function(*arguments)
-
-    def _recorded(self, arguments: Sequence[Any]) -> Any:
-        """The value from a recording; raises CaptureError where none can be made."""
         leaves: list[torch.Tensor] = []
         key: list[Hashable] = []
         for number, argument in enumerate(arguments):
@@ -200,14 +206,32 @@ class Recordings:
                 flatten(argument, leaves, key)
         wanted = tuple(key)
         with TURN.on(leaves[0].device if leaves else None):
-            recording = self.recordings.get(wanted)
-            if recording is None:
-                recording = Recording(self.function, arguments, self.held, leaves, self.capture)
-                self.recordings[wanted] = recording
-                if len(self.recordings) > self.most:
-                    self.recordings.popitem(last=False)
-            self.recordings.move_to_end(wanted)
-            return recording.repeated(leaves)
+            recording = self.recordings.get(wanted) or self._made(wanted, arguments, leaves)
+            if recording is not None:
+                self.recordings.move_to_end(wanted)
+                return recording.repeated(leaves)
+        return self.function(*arguments)
+
+    def _made(
+        self, wanted: Hashable, arguments: Sequence[Any], leaves: Sequence[torch.Tensor]
+    ) -> "Recording | None":
+        """A new recording of a call; None where none can be made, or was of late."""
+        if self.calls_to_wait:
+            self.calls_to_wait -= 1
+            return None
+        try:
+            recording = Recording(self.function, arguments, self.held, leaves, self.capture)
+        except CaptureError as error:
+            self.calls_to_wait = (PATIENCE - 1) * PATIENCE**self.failures - 1
+            self.failures += 1
+            if self.failures == 1:
+                name = getattr(self.function, "__qualname__", repr(self.function))
+                logger.warning("%s runs unrecorded, and slower: %s", name, error)
+            return None
+        self.recordings[wanted] = recording
+        if len(self.recordings) > self.most:
+            self.recordings.popitem(last=False)
+        return recording
 
 
 # torch's own trees know more kinds of values, and take a quarter of a millisecond a step.

@@ -11,11 +11,16 @@ on the way. Query heads that share keys are rows of one product, so that no key 
 twice for them.
 """
 
+import logging
+from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from triton import cdiv, next_power_of_2
+from triton.compiler.compiler import max_shared_mem
+from triton.runtime.errors import OutOfResources
 
 from drafthead.backends.cuda import MOST_NODES
 from drafthead.backends.cuda.attention_kernels import LOG2_E, attend, merge
@@ -25,6 +30,8 @@ WIDEST_HEAD = 256
 MOST_SPLITS = 64
 # Programs that a multiprocessor should have, so that one computes while another waits for memory.
 PROGRAMS_EACH = 2
+
+logger = logging.getLogger(__name__)
 
 
 class States(NamedTuple):
@@ -69,6 +76,10 @@ class Blocks(NamedTuple):
     stages: int  # steps whose loads are under way at the same time
 
 
+# What any device has room for.
+SMALLEST = {"rows": 16, "columns": 16, "warps": 4, "stages": 1}
+
+
 def tree_attention(
     query: torch.Tensor,  # [B, H, N, D]
     keys: torch.Tensor,  # [B, G, C, D] the cache
@@ -102,27 +113,49 @@ def tree_attention(
     assert keys.stride() == values.stride() and all(each.stride(3) == 1 for each in states)
     blocks = blocks or blocks_for(query, groups)
     group, starts = heads // groups, lengths if starts is None else starts
-    tables = ((t, 0 if t is None else t.stride(0)) for t in (lengths, starts, ancestors, first))
+    tables = [(t, 0 if t is None else t.stride(0)) for t in (lengths, starts, ancestors, first)]
     outputs = Outputs.to(query, blocks.splits)
+    given = (
+        states,
+        States(*(each.stride()[:3] for each in states)),  # type: ignore[arg-type]
+        *chain.from_iterable(tables),
+        sinks,
+        outputs,
+        scale * LOG2_E.value if softcap is None else scale / softcap,
+        None if softcap is None else softcap * LOG2_E.value,
+        *(nodes, pending or None, heads, group, head_size, width),
+    )
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        attend[(batch * groups, cdiv(nodes * group, blocks.rows), blocks.splits)](
-            states,
-            States(*(each.stride()[:3] for each in states)),  # type: ignore[arg-type]
-            *chain.from_iterable(tables),
-            sinks,
-            outputs,
-            scale * LOG2_E.value if softcap is None else scale / softcap,
-            None if softcap is None else softcap * LOG2_E.value,
-            *(nodes, pending or None, heads, group, head_size, width),
-            *blocks[:4],
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
+        _attend(blocks, batch * groups, nodes * group, given)
         if blocks.splits > 1:
             sizes = head_size, width, blocks.splits
             warps = max(blocks.splits * width // 2048, 1)
             merge[(batch * nodes * heads,)](*outputs, *sizes, num_warps=warps)
     return outputs.output.flatten(2)
+
+
+def _attend(blocks: Blocks, programs: int, rows: int, given: Sequence[object]) -> None:
+    """Launch the first kernel for so many `rows` each; programs of any size leave the same parts.
+
+    Where the device has no room for these blocks, it gets the smallest.
+    """
+
+    def launch(blocks: Blocks) -> None:
+        attend[(programs, cdiv(rows, blocks.rows), blocks.splits)](
+            *given, *blocks[:4], num_warps=blocks.warps, num_stages=blocks.stages
+        )
+
+    try:
+        launch(blocks)
+    except OutOfResources as error:
+        warn_of_small_blocks(str(error))
+        launch(blocks._replace(**SMALLEST))
+
+
+@cache
+def warn_of_small_blocks(reason: str) -> None:
+    """Say once why attention takes longer than it should."""
+    logger.warning("trees are attended to in small blocks, which is slower: %s", reason)
 
 
 def ancestor_bits(visible: torch.Tensor) -> torch.Tensor:
@@ -143,6 +176,12 @@ def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
     else:
         rows = min(max(next_power_of_2(num_rows), 16), 64)
         columns, stages = min(2**13 // next_power_of_2(head_size), 64), 3
+        # Keys and values of the steps that are under way, queries and weights. A chip that takes
+        # up more for its products, an H100, has much more.
+        width, size = next_power_of_2(head_size), query.element_size()
+        needed = (2 * (stages - 1) * columns * width + rows * (width + columns)) * size
+        if needed > shared_memory(query.device):
+            stages = 2
     programs = batch * groups * cdiv(num_rows, rows)
     wanted = cdiv(PROGRAMS_EACH * multiprocessors(query.device), programs)
     splits = min(next_power_of_2(wanted), MOST_SPLITS)
@@ -150,6 +189,11 @@ def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
     kept = rows * next_power_of_2(head_size) * (2 if splits == 1 else 1)
     warps = 8 if kept > 2**13 else 4
     return Blocks(splits, max(2 * rows, columns), rows, columns, warps, stages)
+
+
+def shared_memory(device: torch.device) -> float:
+    """Bytes that a program on a device can share; an interpreter has no limit."""
+    return max_shared_mem(device.index) if device.type == "cuda" else float("inf")
 
 
 def multiprocessors(device: torch.device) -> int:

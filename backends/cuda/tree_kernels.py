@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drafthead.backends.cuda.commit import CacheTable
 
 EVERYTHING = (LayerKind("full_attention"),)
+AMPERE = 8, 0  # for older chips Triton computes products in memory
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class TreeKernels:
         cls, model: PreTrainedModel, config: PretrainedConfig, kinds: tuple[LayerKind, ...]
     ) -> "TreeKernels | None":
         """The kernels, or None, with a line in the log, where the model cannot have them."""
-        if config._attn_implementation != "sdpa":
+        if config._attn_implementation != "sdpa" or is_old(model.device):
             return None
         try:
             kernels = cls(config, kinds)
@@ -147,3 +148,9 @@ class TreeKernels:
             self.tables[key] = self.moving.CacheTable(states)
         starts = start.expand_as(lengths)
         self.moving.commit(self.tables[key], path, accepted, lengths, starts)
+
+
+def is_old(device: torch.device) -> bool:
+    """Whether a device is too old for the kernels: one of NVIDIA's before Ampere."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) < AMPERE

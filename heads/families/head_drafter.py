@@ -101,6 +101,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.target = target or self.target
         fuses = self.target.backend.fuses
         self.backend = backend_for(self.target.device, self.target.dtype, fuses)
+        self.target.backend.forget_also(self.backend)
         self.memory, self.kernels = self.backend.memory, self.target.kernels
 
     def compiled(

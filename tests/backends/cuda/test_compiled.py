@@ -1,10 +1,11 @@
-"""The kernels compiled for an H100, without one: what calls bind and what kernels take up; see
+"""The kernels compiled for GPUs, without one: what calls bind and what kernels take up; see
 conftest.py.
 """
 
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,14 +25,29 @@ SHARED_MEMORY = 227 * 1024  # bytes that a block of an H100 can have
 MEASURED = re.compile(r"(\d+) bytes spill stores.*Used (\d+) registers", re.DOTALL)
 
 
-class H100:
+# Bytes that a block can have on chips of each kind, and one of that kind.
+MOST_SHARED = {
+    ("cuda", 80): 163 * 1024,  # A100
+    ("cuda", 86): 99 * 1024,  # RTX 3090
+    ("cuda", 89): 99 * 1024,  # RTX 4090
+    ("cuda", 90): SHARED_MEMORY,
+    ("cuda", 100): 227 * 1024,  # B200
+    ("cuda", 120): 99 * 1024,  # RTX 5090
+    ("hip", "gfx942"): 64 * 1024,  # MI300
+}
+FIRST = ("cuda", 86), ("hip", "gfx942")  # those with the least of their makers
+
+
+class Chip(NamedTuple):
     """As much of Triton's driver as compiling needs."""
 
+    kind: tuple[str, int | str] = ("cuda", 90)
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget(*self.kind, 64 if self.kind[0] == "hip" else 32)
 
     def get_current_device(self) -> str:
-        return "none"  # Triton keeps kernels by device
+        return repr(self)  # Triton keeps kernels by device
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -48,8 +64,9 @@ def compiled(monkeypatch, tmp_path) -> list:
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compiling)
-    monkeypatch.setattr(driver, "_active", H100())
+    monkeypatch.setattr(driver, "_active", Chip())
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY)
     return kernels
 
 
@@ -82,6 +99,22 @@ def test_attention_spills_no_registers(
     assert len(compiled) == (2 if rows == 1 else 1)
     for kernel in compiled:
         check_resources(kernel, tmp_path)
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+@pytest.mark.parametrize(
+    "chip",
+    [c if c in FIRST else pytest.param(c, marks=pytest.mark.thorough) for c in MOST_SHARED],
+    ids=[str(name) for _, name in MOST_SHARED],
+)
+def test_attention_fits_into_the_memory_of_every_chip(
+    chip: tuple[str, int | str], head_size: int, compiled: list, monkeypatch
+) -> None:
+    """The widest programs, those of Llama and of Gemma, of trees with 64 nodes."""
+    monkeypatch.setattr(driver, "_active", Chip(chip))
+    monkeypatch.setattr(module, "shared_memory", lambda device: MOST_SHARED[chip])
+    attended(Case(2, 1, 64, head_size, (1,), dtype=torch.bfloat16, window=9, gaps=True))
+    assert compiled[0].metadata.shared <= MOST_SHARED[chip]
 
 
 def test_one_kernel_serves_all_numbers_of_nodes(compiled: list) -> None:

@@ -41,6 +41,7 @@ def cache_of(target: Target, rows: int, columns: int, nodes: int) -> StepCache:
     return StepCache(keys, values, torch.arange(columns - nodes, columns), columns)
 
 
+@pytest.mark.thorough
 def test_one_code_serves_all_layers_and_lengths(target: Target) -> None:
     codes, taps = CompiledLayers([*target.layers.children()], {}), Taps(target, FeatureSpec((1,)))
     around = Together(lambda: taps, codes.used)

@@ -1,12 +1,21 @@
 """Recorded calls, with a rehearsal in place of the GPU: it repeats the call at fixed addresses."""
 
+from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import ref
+from weakref import finalize, ref
 
+import pytest
 import torch
 from rehearsal import Rehearsal
 
-from drafthead.backends.cuda.recordings import MOST_KEPT, CaptureError, Recordings, fixed_like
+from drafthead.backends.cuda.recordings import (
+    MOST_KEPT,
+    CaptureError,
+    Capturing,
+    Recordings,
+    captured,
+    fixed_like,
+)
 
 
 class Sums(NamedTuple):
@@ -111,6 +120,91 @@ def test_a_function_that_cannot_be_recorded_is_called_and_one_line_says_so(caplo
     torch.testing.assert_close(store, plain)
     assert (len(tried), len(caplog.messages)) == (1, 1)
     assert "operation not permitted" in caplog.text
+
+
+def test_a_capture_that_failed_is_tried_again_at_the_8th_and_the_64th_call() -> None:
+    tried, rehearsal = [], Rehearsal()
+
+    def spoilt_twice(function, given):
+        tried.append(count)
+        if len(tried) <= 2:
+            raise CaptureError("another library has synchronised the device")
+        return rehearsal(function, given)
+
+    calls = Recordings(step, held=[0], capture=spoilt_twice)
+    store = [torch.zeros(2, 8)]
+    for count in range(1, 101):
+        found = calls(store, *arguments(count, 2, 3), 1)
+        torch.testing.assert_close(found.rows, arguments(count, 2, 3)[1].sum(1))
+    assert tried == [1, 8, 64]
+
+
+def test_calls_that_have_a_recording_do_not_wait_for_those_that_cannot_be_recorded() -> None:
+    rehearsal = Rehearsal()
+
+    def refusing_wide_ones(function, given):
+        if given[1].shape[0] == 5:
+            raise CaptureError("operation not permitted")
+        return rehearsal(function, given)
+
+    calls, store = Recordings(step, held=[0], capture=refusing_wide_ones), [torch.zeros(2, 8)]
+    for width in (3, 5):
+        calls(store, *arguments(0, 2, width), 1)
+    (made,) = calls.recordings.values()
+    replays, made.replay = [], lambda: replays.append(1)
+    calls(store, *arguments(0, 2, 3), 1)
+    assert replays == [1]
+
+
+class Workspaces:
+    """How torch keeps cuBLAS' workspaces: by stream, until a graph dies that was captured there."""
+
+    def __init__(self) -> None:
+        self.of_stream: dict[str, int] = {}
+        self.mapped: set[int] = set()  # those whose memory is still there
+        self.in_pool: set[int] = set()  # which outlives the graphs
+        self.is_capturing = False
+
+    def used(self, stream: str) -> int:
+        """The workspace that a product on a stream takes up."""
+        if stream not in self.of_stream:
+            self.of_stream[stream] = number = len(self.mapped | self.in_pool)
+            (self.in_pool if self.is_capturing else self.mapped).add(number)
+        return self.of_stream[stream]
+
+    def clear(self, *streams: str) -> None:
+        for stream in streams or [*self.of_stream]:
+            if stream in self.of_stream:
+                self.mapped.discard(self.of_stream.pop(stream))
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: str, capture_error_mode: str):
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
+        finalize(graph, self.clear, stream)
+
+
+class Graph:
+    """Stands for a graph."""
+
+
+@pytest.mark.parametrize("loss", ["the death of another graph", "the recording of a library"])
+def test_a_graph_works_in_memory_that_nobody_else_frees(loss: str, monkeypatch) -> None:
+    workspaces, capturing = Workspaces(), Capturing("aside", None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "graph", workspaces.graph)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
+    graphs, found = [Graph(), Graph()], []
+    for graph in graphs:
+        workspaces.used("aside")  # by the calls before
+        found.append(captured(graph, capturing, workspaces.used, ["aside"]))
+    del graph
+    if loss == "the death of another graph":
+        graphs.pop()
+    else:
+        workspaces.clear()
+    assert found[0] in workspaces.in_pool | workspaces.mapped
+    assert not workspaces.of_stream, "a workspace of the pool is used outside of a capture"
 
 
 def test_a_table_that_comes_again_unchanged_is_not_copied_again() -> None:

@@ -1,11 +1,15 @@
 """The attention kernel against plain sums, interpreted or on a GPU; see conftest.py."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tree_reference import Case, attended
+from triton.runtime.errors import OutOfResources
 
+from drafthead.backends.cuda import tree_attention as module
 from drafthead.backends.cuda.tree_attention import Blocks, ancestor_bits, tree_attention
 
 DEVICE = os.environ["KERNELS_ON"]
@@ -115,6 +119,26 @@ def test_what_lies_beyond_is_never_read() -> None:
     given = case.query, case.keys, case.values, case.new_keys, case.new_values, case.length
     result = tree_attention(*given, ancestor_bits(case.visible), scale=1.0, blocks=SPLIT)
     assert result.isfinite().all()
+
+
+def test_a_device_without_room_attends_in_smaller_blocks(monkeypatch, caplog) -> None:
+    class Device:
+        """The kernel on a device that has room for the smallest blocks alone."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def run(*given: Any, num_warps: int, num_stages: int) -> None:
+                if num_stages > 1:
+                    raise OutOfResources(102_400, 101_376, "shared memory")
+                attend[grid](*given, num_warps=num_warps, num_stages=num_stages)
+
+            return run
+
+    attend = module.attend
+    monkeypatch.setattr(module, "attend", Device())
+    for _ in range(2):
+        check(Case(nodes=17, device=DEVICE), SPLIT._replace(rows=32))
+    (line,) = caplog.messages
+    assert "Required: 102400" in line
 
 
 def test_tables_may_be_shared_by_rows_and_small() -> None:

@@ -332,6 +332,28 @@ def test_adapters_that_are_switched_and_weights_that_change_are_seen_by_the_next
     assert len(set(map(tuple, seen))) == len(seen)
 
 
+def test_a_compiled_draft_reads_the_targets_weights_anew_once_they_were_replaced(
+    make_target, make_head
+) -> None:
+    target = make_target(seed=0)
+    compiled = CompiledTarget(target)
+    drafter = drafter_for(make_head("eagle3", compiled), compiled)
+    drafter.compile(compiled)
+    decoder = Decoder(compiled, drafter, Budget(4, 2))
+
+    def graphs_of_drafts() -> list[Any]:
+        """Those that an answer leaves."""
+        decoder.generate(prompts(1), max_new_tokens=6)
+        kinds = [kind for function in drafter.backend.made for kind in function.graphs.values()]
+        return [graph for graphs in kinds for graph in graphs]
+
+    before = graphs_of_drafts()
+    assert before and graphs_of_drafts() == before
+    embedding = target.model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(-embedding.weight.detach())
+    assert not [graph for graph in graphs_of_drafts() if graph in before]
+
+
 def test_an_answer_goes_on_uncompiled_where_it_meets_more_layouts_than_there_are_graphs(
     target, monkeypatch, caplog
 ) -> None:

@@ -15,6 +15,7 @@ from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
 from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cuda.tree_kernels import is_old
 from drafthead.heads.drafting.drafter import Drafter, DraftSession
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import power_of_two
@@ -225,3 +226,25 @@ def test_rows_shrink_to_powers_of_two_where_sizes_must_be_few() -> None:
     assert batch.running == [0, 3, 4, 5]
     assert batch.drop_idle(count=power_of_two) is None
     assert batch.drop_idle() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("place", "allowed"), [("cpu", True), ("cuda", False)])
+def test_passes_on_a_gpu_do_without_an_attention_that_makes_a_plan_for_each_length(
+    place: str, allowed: bool, target: Target, monkeypatch
+) -> None:
+    monkeypatch.setattr(Target, "device", torch.device(place))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        Decoder(target)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize(("capability", "old"), [((7, 5), True), ((8, 0), False)])
+def test_chips_before_ampere_have_no_kernels_for_trees(
+    capability: tuple[int, int], old: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert is_old(torch.device("cuda")) == old
+    assert not is_old(torch.device("cpu"))
