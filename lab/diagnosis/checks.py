@@ -22,7 +22,7 @@ from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.profiling.plan_table import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
-from drafthead.train.data.supervision import encode_prompt, special_ids
+from drafthead.train.data.supervision import Rendering, special_ids
 from drafthead.train.data.token_table import token_table
 from drafthead.train.jobs.weights import weights_fingerprint
 
@@ -90,7 +90,7 @@ def sampled(seen: Examination) -> Finding | None:
 
 @check("another chat template")
 def other_template(seen: Examination) -> Finding | None:
-    """Prompts are to be read as decoding renders them today."""
+    """Prompts are to be read as decoding renders them, whatever day the template writes."""
     tokenizer = seen.patient.target.tokenizer
     assert tokenizer is not None  # a target read from disk has one
     if not tokenizer.chat_template:
@@ -122,12 +122,13 @@ def first_prompt(conversation: Conversation) -> list[int]:
 
 
 def rendered_prompt(conversation: Conversation, seen: Examination) -> list[int]:
-    """The ids that decoding would give the target for the same messages."""
+    """The ids that decoding would give the target for the same messages on the same day."""
     tokenizer = seen.patient.target.tokenizer
     assert tokenizer is not None
     roles = [message["role"] for message in conversation.messages]
     before = conversation.messages[: roles.index("assistant") if "assistant" in roles else None]
-    return encode_prompt(tokenizer, before, conversation.where, conversation.template_arguments)
+    rendering = Rendering(tokenizer, conversation.where, conversation.template_arguments)
+    return rendering.dated(before, first_prompt(conversation)).ids(before, True)
 
 
 def shown(seen: Examination, ids: list[int]) -> str:

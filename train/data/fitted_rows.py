@@ -66,11 +66,16 @@ class Turns:
             stored = conversation.tokens.answers
             numbers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             try:
-                prompts = [rendering.ids(messages[:i], True) for i in numbers]
+                dated = [
+                    rendering.dated(messages[:i], turn.prompt)
+                    for i, turn in zip(numbers, stored, strict=True)
+                ]
+                prompts = [one.ids(messages[:i], True) for one, i in zip(dated, numbers, strict=True)]
             except UnusableRowError:  # of messages that the template refuses
                 return None
             if prompts != [turn.prompt for turn in stored]:
                 return None
+            rendering = dated[0] if dated else rendering  # parts are of one day
             answers = {i: turn.answer for i, turn in zip(numbers, stored, strict=True)}
         return cls(messages, starts, answers, rendering)
 

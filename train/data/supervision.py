@@ -5,8 +5,9 @@ tokenizer's chat template is rendered with and without each answer, so any templ
 `{% generation %}` tags. A base model has none: its answers continue the prompts.
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +31,13 @@ from drafthead.train.data.sequences import SupervisedTokens
 
 CALLS = ("tool_calls", "function_call")  # keys of messages that are the answer, or part of it
 OWN_KEYS = {"role", "content", "finished"}  # of messages: what no template need read
+CLOCK = "strftime_now"  # of chat templates: the present date in some format
+# Goes before a chat template: its clock then shows `dates` by format, or marks of the formats.
+DATED = (
+    "{% set _clock = strftime_now %}{% macro strftime_now(format) %}"
+    "{% if dates is none %}{{ '\ue000' + format + '\ue001' }}"
+    "{% else %}{{ dates[format] or _clock(format) }}{% endif %}{% endmacro +%}"
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,33 @@ class Rendering:
         """Token ids [T] of some messages, or those that ask for the next answer; raises as text."""
         text = self.text(messages, add_generation_prompt)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def dated(self, messages: list[Message], prompt: list[int]) -> "Rendering":
+        """The rendering with the date that a prompt [T] of some messages shows, if it shows one.
+
+        A template may write the date of the day, and a prompt is read again on another one. What
+        the template writes around its dates is looked for in the prompt's text.
+        """
+        if not reads(self.tokenizer, CLOCK):
+            return self
+        template = self.tokenizer.get_chat_template(None, self.template_arguments.get("tools"))
+
+        def with_dates(dates: dict[str, str] | None) -> Rendering:
+            """The rendering with these dates by format, or with a mark of the format for each."""
+            options = {"chat_template": DATED + template, "dates": dates}
+            return replace(self, template_arguments={**self.template_arguments, **options})
+
+        marked = with_dates(None).text(messages, add_generation_prompt=True)
+        fixed, *others = re.split("\ue000(.*?)\ue001", marked, flags=re.DOTALL)
+        pattern, forms = re.escape(fixed), list(dict.fromkeys(others[::2]))
+        for form, text in zip(others[::2], others[1::2], strict=True):
+            name = f"date{forms.index(form)}"
+            again = f"(?P<{name}>" in pattern
+            pattern += (f"(?P={name})" if again else f"(?P<{name}>.+?)") + re.escape(text)
+        shown = str(self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+        if (found := re.fullmatch(pattern, shown, re.DOTALL)) is None:
+            return self
+        return with_dates({form: found[f"date{n}"] for n, form in enumerate(forms)})
 
     def encode(self, messages: list[Message], text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids [T] of the rendered messages and the characters that each token covers."""

@@ -37,7 +37,7 @@ NOTES = "notes.json"
 BATCH = 1024  # sequences that are made at a time
 # Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
-VERSION = 8
+VERSION = 9
 
 
 def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTable:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,21 @@ def test_prompts_of_another_template_are_found(
     """A beginning that is there twice; a prompt that does not ask for an answer."""
     source = write_answers(tmp_path / "prompts.jsonl", target, prompt=change)
     assert "another chat template" in faults(seen(target, head, source))
+
+
+def test_a_date_of_another_day_is_no_other_template(
+    target: Target, head: DraftHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert target.tokenizer is not None
+    dated = "{{ strftime_now('%d %b %Y') }}" + str(target.tokenizer.chat_template)
+    monkeypatch.setattr(target.tokenizer, "chat_template", dated)
+    then = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 9))})
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.utils.chat_template_utils.datetime", then)
+        source = write_answers(tmp_path / "dated.jsonl", target)
+        other = write_answers(tmp_path / "other.jsonl", target, prompt=lambda ids: ids[:-1])
+    assert "another chat template" not in faults(seen(target, head, source))
+    assert "another chat template" in faults(seen(target, head, other))
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

@@ -3,9 +3,11 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from tiny import byte_tokenizer
+from transformers.utils import chat_template_utils
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
@@ -24,6 +26,9 @@ FORGETFUL.chat_template = (
     "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# Writes the date twice, as those of Llama 3.2, SmolLM3 and Granite do once.
+DATED = "Of {{ strftime_now('%d %B %Y') }} ({{ strftime_now('%y') }})\n{% set day = "
+DATED += f"strftime_now('%d %B %Y') %}}{CHAT.chat_template}{{{{ day[:0] }}}}"
 SYSTEM: Message = {"role": "system", "content": "S"}
 
 
@@ -192,3 +197,32 @@ def test_a_template_that_forgets_answers_learns_each_where_it_is_the_last() -> N
         "2.3.4.[D.]",
         "3.4.5.[E.]",
     ]
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, day: datetime) -> None:
+    """Have chat templates write this day."""
+    clock = type("Clock", (), {"now": staticmethod(lambda: day)})
+    monkeypatch.setattr(chat_template_utils, "datetime", clock)
+
+
+@pytest.mark.parametrize("day", [datetime(2026, 1, 9), datetime(2025, 12, 31)])
+def test_rows_of_another_day_are_split_with_their_own_date(day: datetime, monkeypatch) -> None:
+    today = byte_tokenizer()
+    today.chat_template = DATED
+    set_clock(monkeypatch, day)
+    conversation = distilled(dialogue(*FIVE), today)
+    wanted, _ = fitted(conversation, 48, today)
+    set_clock(monkeypatch, datetime(2026, 11, 27))
+    rows, told = fitted(conversation, 48, today)
+    assert rows == wanted and len(rows) > 2
+    assert all(day.strftime("Of %d %B %Y (%y)") in CHAT.decode(row.input_ids) for row in rows)
+    assert told[0].endswith(f"are split at turns into {len(rows)} sequences")
+
+
+def test_a_date_does_not_hide_another_template(monkeypatch) -> None:
+    today = byte_tokenizer()
+    today.chat_template = DATED
+    set_clock(monkeypatch, datetime(2026, 1, 9))
+    conversation = distilled(dialogue(*FIVE), today)
+    today.chat_template = DATED.replace("Of ", "On ")
+    assert "cannot be split" in fitted(conversation, 48, today)[1][0]
