@@ -35,6 +35,7 @@ from drafthead.train.run.config import (
     load_run_config,
     read_override,
     read_yaml,
+    written_override,
 )
 from drafthead.train.run.folder import RunSummary, summarize
 
@@ -190,12 +191,13 @@ def read_entry(name: str, value: Given, board: Board, path: Path) -> Entry:
     for override in entry.overrides:
         if (setting := override.partition("=")[0]) in SHARED:
             raise UserError(f"{value.origin}: {section} sets {setting}, which is the same for all")
-    settings = (
-        f"target.name={board.target.name}", f"data.train={board.data.train}",
-        f"data.validation={board.data.validation}",
-        f"train.max_minutes={board.train.minutes}",
-        f"train.output={Path(board.train.output, 'heads', name)}", *entry.overrides,
-    )  # fmt: skip
+    shared: dict[str, str | float | None] = {
+        "target.name": board.target.name, "data.train": board.data.train,
+        "data.validation": board.data.validation, "train.max_minutes": board.train.minutes,
+        "train.output": str(Path(board.train.output, "heads", name)),
+    }  # fmt: skip
+    written = [written_override(key, value) for key, value in shared.items()]
+    settings = (*written, *entry.overrides)
     try:
         run = load_run_config(Path(entry.config), settings)
     except UserError as error:
@@ -215,7 +217,6 @@ def check_board(board: Board) -> dict[str, int]:
         run = entry.run
         sources |= {*run.data.sources, *([run.data.validation] if run.data.validation else [])}
         try:
-            run.train.accumulation(1)
             check_row_length(target, run.target.name, run.data.max_length)
             run.folder().status(run.train.overwrite)
             family = head_family(run.family)

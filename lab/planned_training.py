@@ -115,7 +115,7 @@ def plan_training(
     not fit, settings that would help are listed, those that cost least first.
     """
     run = load_run_config(config, settings)
-    run.train.accumulation(processes)
+    run = replace(run, train=run.train.shared_among(processes))
     if tokens is not None and tokens <= 0:
         raise UserError(f"--tokens must be above 0, got {tokens:g}")
     on_cpu = run.train.cpu or not torch.cuda.is_available()

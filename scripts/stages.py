@@ -1,9 +1,8 @@
 """The stages of `drafthead build`: each is the work of another verb."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from math import gcd
 from pathlib import Path
 from shlex import join, quote
 from shutil import disk_usage, rmtree
@@ -39,7 +38,7 @@ from drafthead.scripts.data import index
 from drafthead.scripts.explain import report, tree
 from drafthead.scripts.head import evaluate
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.run.config import load_run_config
+from drafthead.train.run.config import load_run_config, written_override
 from drafthead.train.run.folder import BEST_BY, BEST_FOLDER, EVALUATION_FILE, read_log, summarize
 from drafthead.train.run.starting_config import write_starting_config
 from drafthead.train.train_heads import train
@@ -107,24 +106,24 @@ class Building:
 
     def usual(self) -> list[str]:
         """The settings of training that do not depend on what is found."""
-        found = [
-            f"target.dtype={self.choices.dtype}", f"data.train={self.source.answers}",
-            f"data.validation={self.source.held_out}", "data.validation_share=null",
-            f"train.output={self.trained}", "train.curve=true",
-            f"train.save_minutes={min(10.0, self.choices.minutes / 10):g}",
-            f"train.max_minutes={self.choices.minutes:g}", f"train.seed={self.choices.seed}",
-            f"train.cpu={self.choices.device == 'cpu'}".lower(),
-        ]  # fmt: skip
+        found: dict[str, str | float | None] = {
+            "target.dtype": self.choices.dtype, "data.train": str(self.source.answers),
+            "data.validation": str(self.source.held_out), "data.validation_share": None,
+            "train.output": str(self.trained), "train.curve": True,
+            "train.save_minutes": min(10.0, self.choices.minutes / 10),
+            "train.max_minutes": self.choices.minutes, "train.seed": self.choices.seed,
+            "train.cpu": self.choices.device == "cpu",
+        }  # fmt: skip
         if self.keeps:
-            room = disk_usage(self.path).free / 4e9
-            found += [f"data.feature_folder={self.features}", f"data.feature_budget_gb={room:.3g}"]
+            found["data.feature_folder"] = str(self.features)
+            found["data.feature_budget_gb"] = round(disk_usage(self.path).free / 4e9, 3)
             if self.choices.minutes < 60:  # a few small steps teach more than fewer large ones
-                found += ["train.batch_rows=2", "train.micro_batch_rows=2"]
-                found += ["head.ttt_steps=3"] if self.choices.family.startswith("eagle3") else []
+                found["train.batch_rows"] = 2
+                found |= {"head.ttt_steps": 3} if self.choices.family.startswith("eagle3") else {}
         else:
             rows = max(2, STEP_ON_GPU // load_run_config(self.config).data.max_length)
-            found += [f"train.batch_rows={rows}", f"train.micro_batch_rows={rows}"]
-        return found
+            found |= {"train.batch_rows": rows, "train.micro_batch_rows": rows}
+        return [written_override(name, value) for name, value in found.items()]
 
     def left(self) -> float:
         """Seconds of the build's time that are not used."""
@@ -190,7 +189,8 @@ class Building:
         if self.trained.exists():  # of an earlier plan: with other settings it does not go on
             rmtree(self.path / "head_before", ignore_errors=True)
             self.trained.rename(self.path / "head_before")
-        data = [f"data.train={self.source.held_out}", "data.validation=null"]
+        train_on = written_override("data.train", str(self.source.held_out))
+        data = [train_on, "data.validation=null"]
         trial = run_trial(self.config, [*self.settings, *data])
         speed = trial.tokens_per_s
         said = [f"a head learns {speed:,.0f} tokens/s here, in {trial.peak / 1e9:.1f} GB of memory"]
@@ -204,8 +204,7 @@ class Building:
         a_row = trial.tokens / trial.rows / max(1, trial.steps - 1)
         train = load_run_config(self.config, self.settings).train
         rows = rows_of_steps(train.batch_rows, speed * self.to_learn() / 2, a_row)
-        at_once = gcd(rows, train.micro_batch_rows)
-        self.settings += [f"train.batch_rows={rows}", f"train.micro_batch_rows={at_once}"]
+        self.settings = changed(self.settings, "train.batch_rows", rows)
         return {
             "learning": speed, "rereading": trial.tokens_per_s_kept if self.keeps else speed,
             "seconds_a_token": alone, "a_graph": self.a_graph, "settings": self.settings,
@@ -238,7 +237,7 @@ class Building:
         minutes = max(LEAST_TRAINING, self.to_learn()) / 60
         if begun.exists():
             minutes = read_json(begun)["settings"]["train"]["max_minutes"]
-        settings = [*self.fact("plan", "settings"), f"train.max_minutes={minutes}"]
+        settings = changed(self.fact("plan", "settings"), "train.max_minutes", minutes)
         forget_accelerate()
         if not train(load_run_config(self.config, settings)):
             raise KeyboardInterrupt
@@ -387,6 +386,12 @@ class Building:
                 f"  drafthead head export {quote(str(self.head))} --for {server} --output {output}"
             )
         return "\n".join([*lines, f"figures: {self.path}/report.html; choices: build.yaml there"])
+
+
+def changed(settings: Sequence[str], name: str, value: float) -> list[str]:
+    """Settings in which one has another value."""
+    others = [setting for setting in settings if not setting.startswith(f"{name}=")]
+    return [*others, written_override(name, value)]
 
 
 def forget_accelerate() -> None:

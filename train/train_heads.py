@@ -16,7 +16,7 @@ from drafthead.train.features.kept import kept_features
 from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.console import quiet_libraries, run_launched
 from drafthead.train.jobs.outputs import full_disk_named, only_writer
-from drafthead.train.jobs.weights import weights_fingerprint
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.learning.engines import (
     HostMemory,
     build_accelerator,

@@ -13,6 +13,8 @@ from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
 from drafthead.heads.formats.drafthead import check_head_config
 from drafthead.heads.formats.printing import one_sentence, shown
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weight_types import LOSSY
+from drafthead.heads.target.weights_hash import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +112,18 @@ def load_head(path: Path, target: Target) -> DraftHead:
     """Read a head of any known format for `target`, in its type and on its device.
 
     Raises UserError with the file and the value when a file is missing or damaged, the format or
-    the family is unknown, or the head was trained for another kind of target.
+    the family is unknown, or the head was trained for another kind of target. Warns where it was
+    trained for other weights.
     """
     target.refuse_encoder("a draft head")
     _, foreign = read_foreign(path, TargetFacts.of(target))
+    learnt = foreign.provenance.get("target_weights")
+    if learnt and target.precision not in LOSSY and learnt != weights_fingerprint(target):
+        logger.warning(
+            "%s was trained for %s, and this target has other weights: acceptance may be low",
+            path,
+            foreign.target.name or "another target",
+        )
     return build_head(foreign, path, target).to(target.device, target.dtype)
 
 

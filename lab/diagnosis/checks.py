@@ -24,7 +24,7 @@ from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.supervision import Rendering, special_ids
 from drafthead.train.data.token_table import token_table
-from drafthead.train.jobs.weights import weights_fingerprint
+from drafthead.heads.target.weights_hash import weights_fingerprint
 
 # Where a fault begins; what a head has is in the evidence, which the doctor prints of every check.
 GREEDY = 0.97  # tokens that the target chooses first; bfloat16 rounds some ties otherwise

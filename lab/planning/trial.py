@@ -24,7 +24,7 @@ MOST_SECONDS = 45
 
 def as_trial(config: RunConfig, folder: str) -> RunConfig:
     """The configuration with a few micro-batches to a step, and nothing kept."""
-    train = config.train
+    train = config.train.shared_among(1)
     rows = min(2, train.accumulation(1)) * train.micro_batch_rows
     return replace(
         config,

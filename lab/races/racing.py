@@ -32,7 +32,7 @@ from drafthead.lab.races.race import (
     race,
 )
 from drafthead.lab.races.record import Prompt
-from drafthead.train.jobs.weights import weights_fingerprint
+from drafthead.heads.target.weights_hash import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 

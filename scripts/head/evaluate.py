@@ -61,7 +61,7 @@ def main(
     from drafthead.lab.races.record import ROW, describe_run, read_answers
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
-    from drafthead.train.jobs.weights import weights_fingerprint
+    from drafthead.heads.target.weights_hash import weights_fingerprint
     from drafthead.train.learning.evaluation import evaluation_of
     from drafthead.train.run.folder import BEST_FOLDER
 

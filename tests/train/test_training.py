@@ -702,11 +702,6 @@ def test_resuming_on_changed_data_is_refused(configure, files: Path, tmp_path: P
         run(config, f"data.train={data}")
 
 
-def test_rows_that_do_not_divide_among_processes_are_refused(configure):
-    with pytest.raises(UserError, match="is not divisible"):
-        run(configure(batch_rows=5))
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice(configure):
     with pytest.raises(UserError, match=r"lower optimizer.lr"):
         run(configure(max_steps=50), "optimizer.name=adamw", "optimizer.lr=1e30")

@@ -36,15 +36,15 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             f"{launched} processes were launched, accelerate joined {accelerator.num_processes}: "
             "launch with one of the files in configs/accelerate/"
         )
+    shared = config.train.shared_among(accelerator.num_processes)
     if engine is DistributedType.DEEPSPEED:
         settings = accelerator.deepspeed_plugin.deepspeed_config
-        settings["train_micro_batch_size_per_gpu"] = config.train.micro_batch_rows
+        settings["train_micro_batch_size_per_gpu"] = shared.micro_batch_rows
         settings["gradient_clipping"] = config.optimizer.max_grad_norm
         # Else transformers would build the frozen target in pieces, as under ZeRO-3 a model that is
         # trained, and no engine would ever put them together.
         unset_hf_deepspeed_config()
     check_average(config.train, accelerator)
-    config.train.accumulation(accelerator.num_processes)
     return accelerator
 
 

@@ -131,8 +131,8 @@ class StepRunner:
         optimizer: OptimizerConfig,
     ):
         """Prepare model and optimisers for this number of processes."""
-        self.accelerator, self.task, self.config = accelerator, task, config
-        self.optimizer_config = optimizer
+        self.accelerator, self.task, self.optimizer_config = accelerator, task, optimizer
+        self.config = config = config.shared_among(accelerator.num_processes)
         self.accumulation = config.accumulation(accelerator.num_processes)
         accelerator.gradient_accumulation_steps = self.accumulation
         # Before `prepare`, which may round the weights.

@@ -37,7 +37,7 @@ class TrainConfig:
     max_steps: int | None = None
     max_minutes: float | None = None
     batch_rows: int = 16  # rows of an optimiser step, over all processes
-    micro_batch_rows: int = 4  # rows that a process computes at a time
+    micro_batch_rows: int = 4  # rows that a process computes at a time, at most
     mixed_precision: Annotated[
         Literal["auto", "no", "bf16"],
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
@@ -66,16 +66,24 @@ class TrainConfig:
         if not 0 < self.on_policy_share <= 1:
             raise ValueError(f"on_policy_share must lie in (0, 1], got {self.on_policy_share}")
 
-    def accumulation(self, num_processes: int) -> int:
-        """Micro-batches of a step in each process; UserError when rows would be left over."""
-        at_once = self.micro_batch_rows * num_processes
-        if self.batch_rows % at_once:
+    def shared_among(self, num_processes: int) -> "TrainConfig":
+        """The settings in one of so many processes, which compute a step's rows in equal parts.
+
+        Its `micro_batch_rows` is the largest that leaves no row over. Raises UserError where the
+        processes cannot have equally many rows.
+        """
+        own, left = divmod(self.batch_rows, num_processes)
+        if left:
             raise UserError(
-                f"train.batch_rows={self.batch_rows} is not divisible by train.micro_batch_rows="
-                f"{self.micro_batch_rows} in {num_processes} process(es): use a multiple of "
-                f"{at_once}"
+                f"train.batch_rows={self.batch_rows} are the rows of a step, which {num_processes} "
+                f"processes cannot share equally: use a multiple of {num_processes}"
             )
-        return self.batch_rows // at_once
+        fitting = [n for n in range(1, min(own, self.micro_batch_rows) + 1) if own % n == 0]
+        return replace(self, micro_batch_rows=fitting[-1])
+
+    def accumulation(self, num_processes: int) -> int:
+        """Micro-batches of a step in each process, of settings that are shared among so many."""
+        return self.batch_rows // (self.micro_batch_rows * num_processes)
 
 
 @dataclass(frozen=True)
@@ -221,8 +229,13 @@ def read_yaml(path: Path) -> dict[str, Given]:
     return given
 
 
+def written_override(name: str, value: str | float | None) -> str:
+    """The `section.key=value` that `read_override` reads as this value, whatever a text holds."""
+    return f"{name}={yaml.safe_dump(value, width=math.inf, allow_unicode=True).splitlines()[0]}"
+
+
 def read_override(override: str) -> dict[str, Given]:
-    """One `section.key=value` of the command line; the value is read as YAML."""
+    """One `section.key=value` of the command line; the value is read as YAML without comments."""
     name, equals, text = override.partition("=")
     if not equals or "." not in name:
         raise UserError(
@@ -230,6 +243,9 @@ def read_override(override: str) -> dict[str, Given]:
         )
     try:
         value = yaml.safe_load(text)
+        ends = [t.end_mark.index for t in yaml.scan(text) if t.end_mark.index > t.start_mark.index]
+        if text[max(ends, default=0) :].strip():  # for YAML a comment, as after `runs/mine #2`
+            value = text
     except yaml.YAMLError as error:
         raise UserError(f"the value of {override!r} is not valid YAML") from error
     return {name: Given(value, f"the override {override}")}

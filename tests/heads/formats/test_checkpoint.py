@@ -12,6 +12,7 @@ from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.loading import load_head
+from drafthead.heads.target.weights_hash import weights_fingerprint
 
 
 @pytest.fixture
@@ -70,6 +71,19 @@ def test_a_head_for_another_width_or_vocabulary_is_refused(saved, make_target) -
         load_head(saved, make_target(hidden=16))
     with pytest.raises(UserError, match="vocab_size 64.*vocab_size 70"):
         load_head(saved, make_target(vocab=70))
+
+
+def test_a_head_of_other_weights_is_taken_and_named(make_head, make_target, tmp_path, caplog):
+    target, other = make_target(seed=0), make_target(seed=1)
+    own = {"target_weights": weights_fingerprint(target)}
+    save_head(make_head("medusa", target), tmp_path / "head", target, "some/target", own)
+    load_head(tmp_path / "head", target)
+    assert not caplog.messages
+    load_head(tmp_path / "head", other)
+    assert caplog.messages == [
+        f"{tmp_path / 'head'} was trained for some/target, and this target has other weights: "
+        "acceptance may be low"
+    ]
 
 
 def damage(folder: Path, kind: str) -> None:

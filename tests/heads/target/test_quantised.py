@@ -17,7 +17,7 @@ from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import TargetConfig, load_target, read_features
-from drafthead.train.jobs.weights import weights_fingerprint
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.trainables import new_head
 

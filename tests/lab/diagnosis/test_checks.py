@@ -23,7 +23,7 @@ from drafthead.train.data.packing import collate
 from drafthead.train.data.supervision import encode_prompt
 from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
-from drafthead.train.jobs.weights import weights_fingerprint
+from drafthead.heads.target.weights_hash import weights_fingerprint
 
 ANSWERS, LENGTH = 10, 60
 Change = Callable[[list[int]], list[int]]

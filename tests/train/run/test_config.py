@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.train.prompts.tasks import Tasks
-from drafthead.train.run.config import RunConfig, load_run_config
+from drafthead.train.run.config import RunConfig, TrainConfig, load_run_config, written_override
 from leaderboard import load_board
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -43,6 +43,52 @@ def test_every_shipped_file_is_valid(path: Path):
         assert load_board(path).entries
     else:
         assert load_run_config(path).settings()["head"]["family"]
+
+
+RUNS = [
+    path
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if "entries" not in yaml.safe_load(path.read_text())
+]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("engine", sorted((CONFIGS / "accelerate").glob("*.yaml")), ids=str)
+def test_every_shipped_run_can_be_shared_among_the_processes_of_every_engine(path, engine):
+    processes = load_config_from_file(str(engine)).num_processes
+    train = load_run_config(path).train
+    shared = train.shared_among(processes)
+    at_once = shared.micro_batch_rows * processes
+    assert at_once * shared.accumulation(processes) == train.batch_rows
+    assert 1 <= shared.micro_batch_rows <= train.micro_batch_rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "at_once", "processes", "chosen"),
+    [(4, 4, 2, 2), (16, 4, 2, 4), (16, 3, 1, 2), (10, 4, 2, 1), (2, 8, 2, 1), (12, 5, 3, 4)],
+)
+def test_rows_at_a_time_are_the_most_that_leave_none_over(rows, at_once, processes, chosen):
+    train = TrainConfig("out", epochs=1, batch_rows=rows, micro_batch_rows=at_once)
+    assert train.shared_among(processes).micro_batch_rows == chosen
+
+
+def test_rows_that_processes_cannot_share_are_refused():
+    with pytest.raises(UserError, match="3 processes cannot share equally: use a multiple of 3"):
+        TrainConfig("out", epochs=1, batch_rows=4).shared_among(3)
+
+
+@pytest.mark.parametrize(
+    "value", ["runs/mine #2", "#1", "a: b", "no", "2", "[x]", "it's \"so\"", "ö" * 90, " ", ""]
+)
+def test_a_text_is_written_as_an_override_that_reads_as_the_text(load, value: str):
+    assert load(RUN, written_override("train.output", value)).train.output == value
+
+
+@pytest.mark.parametrize("value", ["runs/mine #2", "# 2", "a b #c d"])
+def test_an_override_has_no_comments(load, value: str):
+    """Nor has a command line: a run would be written to another folder, without a word."""
+    assert load(RUN, f"train.output={value}").train.output == value
+    assert load(RUN, 'train.output="runs/mine"').train.output == "runs/mine"
 
 
 def test_defaults_give_way_to_the_file_and_the_file_to_the_override(load):
