@@ -204,11 +204,11 @@ def fail(message: str, status: int) -> int:
 
 def main() -> None:
     """Run the verb; bad input ends with one sentence and exit status 2, Ctrl-C with 130."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)  # warnings of other libraries
+    logging.getLogger("drafthead").setLevel(logging.INFO)
     # Of transformers, too: models of demo size load too fast for progress bars.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for client in ("httpx", "httpx2"):  # of huggingface_hub: a line for each of its requests
-        logging.getLogger(client).setLevel(logging.WARNING)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else two lines for each time it retries
     try:
         words = renewed(sys.argv[1:])
         build_app(words)(words)

@@ -28,7 +28,7 @@ from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.run.folder import RunFolder
 from drafthead.train.run.trainables import new_head
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("drafthead.train")  # the module is `__main__` where it is launched
 
 
 def train(config: RunConfig) -> bool:

@@ -10,7 +10,12 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.registry import Registry
 from drafthead.heads.target.architecture import without_wrapper
 from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import has_encoder, load_model, type_name
+from drafthead.heads.target.loading import (
+    has_encoder,
+    load_model,
+    refuse_missing_folder,
+    type_name,
+)
 from drafthead.heads.target.placement import WHOLE, Placement
 from drafthead.heads.target.seven_bits import round_matrices
 from drafthead.heads.target.target import Target
@@ -83,6 +88,7 @@ def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None 
 def tokenizer_named(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, GGUF file or hub id; UserError if there is none."""
     folder = model_folder(name)
+    refuse_missing_folder(str(folder))
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -66,24 +68,45 @@ def is_on(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 def refuse_missing_folder(name: str) -> None:
-    """Raise UserError for a name that can only be a folder, when there is no such folder."""
+    """Raise UserError for a name that can only be a folder, when there is no such folder.
+
+    The hub's names have the form OWNER/NAME; older ones without an owner are taken from its cache.
+    """
     path = Path(name)
-    # A hub id has the form NAME or OWNER/NAME. Asking the hub for anything else takes many seconds
-    # and ends in a worse message; so does a misspelt folder within an existing one.
-    is_hub_id = len(path.parts) <= 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
-    if not path.exists() and not is_hub_id:
-        raise UserError(f"cannot load the model {name}: this folder does not exist")
+    # Asking the hub for anything else takes many seconds and ends in a worse message; so does a
+    # misspelt folder within an existing one.
+    is_hub_id = len(path.parts) == 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
+    if not path.exists() and not is_hub_id and not is_in_cache(name, "config.json"):
+        raise UserError(
+            f"cannot load the model {name}: there is no such folder here (names on the hub have "
+            "the form OWNER/NAME)"
+        )
+
+
+def is_in_cache(name: str, file: str) -> bool:
+    """Whether the hub's cache here has this file of a name."""
+    try:
+        return isinstance(try_to_load_from_cache(name, file), str)
+    except HFValidationError:
+        return False
 
 
 def configuration_of(source: str | Path, trust_code: bool) -> PretrainedConfig | None:
     """The configuration of a folder or hub id; None where there is none, as of an adapter.
 
-    Raises UserError for a folder that does not exist.
+    Raises UserError for a folder that does not exist, and for a name that the hub would have to
+    bring where it cannot be reached.
     """
     refuse_missing_folder(str(source))
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
-    except Exception:  # transformers raises many kinds; loading the model tells which
+    except Exception as error:  # transformers raises many kinds; loading the model tells which
+        away = isinstance(error.__cause__, LocalEntryNotFoundError)
+        if away and not is_in_cache(str(source), "adapter_config.json"):
+            raise UserError(
+                f"cannot load the model {source}: there is no such folder here, and the hub cannot "
+                "be reached"
+            ) from error
         return None
 
 

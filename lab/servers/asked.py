@@ -11,7 +11,13 @@ import requests
 from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.train.distillation.server import UNFILTERED, Connection, ServedModel, choice_of
+from drafthead.train.distillation.server import (
+    PENALTY,
+    UNFILTERED,
+    Connection,
+    ServedModel,
+    choice_of,
+)
 
 AT_ONCE = 4  # requests on their way
 # vLLM's names; llama.cpp has the same ones, and SGLang the mean length of what a step accepts.
@@ -117,7 +123,7 @@ class AskedServer:
         return counted(page.text if page.ok else "")
 
     def _body(self, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        """What all requests say."""
+        """What all requests say: nothing of the model's own files is to change its answers."""
         return {
             "model": self.model.name,
             "max_tokens": max_tokens,
@@ -125,6 +131,7 @@ class AskedServer:
             "top_p": 1.0,
             "seed": seed,
             "return_token_ids": True,
+            PENALTY: 1.0,
             **UNFILTERED,
         }
 

@@ -15,12 +15,14 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer.loaded import named_draft
+from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text
 from drafthead.lab.races.divergence import rounding_step
 from drafthead.lab.servers.asked import AskedServer, Counted, Reply
+from drafthead.train.distillation.server import PENALTY
 
 # When the user has no prompts.
 QUESTIONS = (
@@ -178,7 +180,12 @@ def own_text(audit: Audit, answers: list[Read]) -> Finding:
         f"largest logit: {audit.tokenizer.decode([worst.reply.ids[place]])!r} in place of "
         f"{audit.tokenizer.decode([int(worst.best[place])])!r}"
     )
-    return Finding(evidence, likely_cause(wrong, tokens))
+    own = own_settings(audit.target.model.generation_config)
+    own.pop(PENALTY, None)  # which no request leaves on
+    cause = likely_cause(wrong, tokens)
+    if own:
+        cause = f"what its generation config says may be applied ({listed(own)}); else {cause}"
+    return Finding(evidence, cause)
 
 
 def likely_cause(wrong: list[tuple[Read, int]], tokens: int) -> str:

@@ -174,6 +174,7 @@ def message_of(response: requests.Response) -> str:
 
 # Filters that some servers take from the model's own files, switched off as they are here.
 UNFILTERED = {"top_k": -1, "min_p": 0.0}
+PENALTY = "repetition_penalty"  # servers take it from there as well, and a request can set it
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def stored_penalty(target: str) -> float:
     except (OSError, ValueError):  # no such file
         return 1.0
     own = own_settings(config)
-    penalty = float(own.pop("repetition_penalty", 1.0))
+    penalty = float(own.pop(PENALTY, 1.0))
     if own:
         logger.warning(
             "not asked of the server, though the generation config of %s says so: %s",
@@ -307,7 +308,7 @@ class ServerSource:
             "stop_token_ids": sorted(self.end_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
-            "repetition_penalty": self.repetition_penalty,
+            PENALTY: self.repetition_penalty,
             **UNFILTERED,
         }
         try:

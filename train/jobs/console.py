@@ -103,7 +103,7 @@ def is_main() -> bool:
 
 def run_launched(main: Callable[..., None]) -> None:
     """Run a command in a process that accelerate has launched; print errors as one sentence."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
         typer.run(main)
     except UserError as error:
@@ -120,7 +120,6 @@ def run_launched(main: Callable[..., None]) -> None:
 def quiet_libraries() -> None:
     """Log what this project says, in the main process alone, and of the libraries only warnings."""
     logging.getLogger("drafthead").setLevel(logging.INFO if is_main() else logging.ERROR)
-    logging.getLogger("accelerate").setLevel(logging.WARNING)
     # It would warn of the two names of tied weights at every save.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # of layers on disk

@@ -12,7 +12,7 @@ import pytest
 import torch
 from completion_server import Completions, serving
 from tiny import llama_config
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 from written import EAGLE3, random_head
 
 from drafthead.heads.errors import UserError
@@ -60,7 +60,8 @@ class Faulty(Completions):
         else:
             prompt = body["prompt"]
         temperature = body["temperature"] * (1.6 if self.fault == "temperature" else 1)
-        ids, logprobs = self.drawn(prompt, body["max_tokens"], temperature, body["seed"])
+        penalty = body.get("repetition_penalty", 1.8 if self.fault == "penalty" else 1.0)
+        ids, logprobs = self.drawn(prompt, body["max_tokens"], temperature, body["seed"], penalty)
         if self.fault == "logprobs":
             logprobs[1:] = [0.0] * (len(ids) - 1)  # as llama.cpp's where it drafts
         if self.fault == "vocabulary":
@@ -76,13 +77,15 @@ class Faulty(Completions):
         return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
 
     @torch.no_grad()
-    def drawn(self, prompt, count, temperature, seed) -> tuple[list[int], list[float]]:
+    def drawn(self, prompt, count, temperature, seed, penalty) -> tuple[list[int], list[float]]:
         """Tokens one by one; every fourth one is wrong where drafted ones are to be."""
         generator, ids, logprobs = torch.Generator().manual_seed(seed), [], []
         for place in range(count):
             with self.lock:
                 logits = self.decoder.target.plain_logits(prompt, torch.tensor([ids]).long(), 1)
-            law = logits[0, 0].float().log_softmax(-1)
+            context = torch.tensor([[*prompt, *ids]])
+            logits = RepetitionPenaltyLogitsProcessor(penalty)(context, logits[0].float())
+            law = logits[0].log_softmax(-1)
             token = int(law.argmax())
             if temperature and place and self.fault == "residual":
                 token = int(law.argmin())
@@ -138,6 +141,18 @@ def test_a_right_server_passes(audited):
     assert not [name for name, one in found.items() if one.is_fault]
     assert "48 tokens in 3 answers" in found[TEXT].evidence
     assert "of 3 drafts 0%" in found[DRAFTS].evidence  # what was counted before is no part of it
+
+
+def test_a_penalty_of_the_models_own_files_is_switched_off(audited):
+    """vLLM and `drafthead serve` apply it where a request does not say otherwise."""
+    found = audited(TEXT, COPIES, TEMPLATE, LOGPROBS, fault="penalty", shows_ids=False)
+    assert not [name for name, one in found.items() if one.is_fault]
+
+
+def test_settings_that_no_request_switches_off_are_a_likely_cause(audited, decoder, monkeypatch):
+    monkeypatch.setattr(decoder.target.model.generation_config, "no_repeat_ngram_size", 3)
+    found = audited(TEXT, fault="corrupt")[TEXT]
+    assert found.remedy.startswith("what its generation config says may be applied (no_repeat_")
 
 
 def test_a_right_server_that_shows_text_alone_passes(audited):
