@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+from drafthead.heads.errors import UserError
 from drafthead.scripts import options
 
 
@@ -15,8 +17,10 @@ def main(
     output: Annotated[
         Path, typer.Option(help="Folder of the build; the same command goes on with it.")
     ],
-    hours: Annotated[float, typer.Option(help="Time for all of it, beside --minutes.")] = 0.0,
-    minutes: Annotated[float, typer.Option(help="Time for all of it, beside --hours.")] = 0.0,
+    hours: Annotated[
+        float | None, typer.Option(help="Time for all of it; this or --minutes is required.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="The same in minutes.")] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,22 +54,27 @@ def main(
     Killed at any moment, the same command goes on. More time, or another --family, repeats the
     stages that it touches. build.yaml in the folder holds each choice, and each stage's command.
     """
+    if (total := 60 * (hours or 0) + (minutes or 0)) <= 0:
+        raise UserError("a build needs time: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from drafthead.lab.building.folder import BuildFolder, Choices
     from drafthead.scripts.stages import Building
     from drafthead.train.jobs.outputs import full_disk_named, only_writer
 
-    total = 60 * hours + minutes
     choices = Choices(
         model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
         family, total, (total >= 10 or None) if compile is None else compile,
     )  # fmt: skip
+    folder = BuildFolder(output)
+    if plan:
+        with TemporaryDirectory() as scratch:
+            folder.begin(choices)
+            typer.echo(Building(choices, folder, Path(scratch)).first_plan())
+        return
     with only_writer(output / ".lock", output), full_disk_named(output):
-        folder = BuildFolder(output)
         folder.begin(choices)
         building = Building(choices, folder)
         typer.echo(building.first_plan())
-        if not plan:
-            building.run()
-            typer.echo(building.ending())
+        building.run()
+        typer.echo(building.ending())

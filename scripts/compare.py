@@ -115,9 +115,9 @@ def run_race(
     run = record.describe_run(model.target, target)
     unfinished = racing.begun_race(output / UNFINISHED, run, questions, target, [*drafts.values()])
     rows, differing = racing.run_races(racers, questions, race, unfinished)
-    notes = []
+    notes = comparison.noise_notes(rows)
     if 0 in temperatures:
-        notes = comparison.divergence_notes(differing, rows, len(questions))
+        notes += comparison.divergence_notes(differing, rows, len(questions))
     about = {
         **run, "prompts": len(questions), "max_new_tokens": terms.max_new_tokens,
         "rounds": terms.rounds, "batch_size": terms.batch_size, "top_p": terms.top_p,

@@ -1,12 +1,13 @@
 """The stages of `drafthead build`: each is the work of another verb."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import join, quote
 from shutil import disk_usage, rmtree
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -30,6 +31,7 @@ from drafthead.lab.learning_curve import LearningCurve, in_words, what_more_woul
 from drafthead.lab.planned_training import plan_training, run_trial
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
+from drafthead.lab.reports.comparison import NAMES
 from drafthead.lab.reports.index import tokens_a_pass
 from drafthead.lab.reports.run_page import comparison_section, run_page
 from drafthead.lab.servers.export_for import METHODS, export_for
@@ -56,14 +58,15 @@ STEP_ON_GPU = 2**14  # tokens of a step: one of fewer takes as long
 class Building:
     """A build at work."""
 
-    def __init__(self, choices: Choices, folder: BuildFolder):
+    def __init__(self, choices: Choices, folder: BuildFolder, scratch: Path | None = None):
+        """The settings of training go into the folder `scratch` instead, if one is given."""
         self.choices, self.folder, self.path = choices, folder, folder.path
         self.fact = folder.fact
         self.source = Answering(choices, folder)
         self.model = options.Model(
             target=choices.target, dtype=choices.dtype, device=choices.device
         )
-        self.config, self.trained = self.path / "train.yaml", self.path / "head"
+        self.config, self.trained = (scratch or self.path) / "train.yaml", self.path / "head"
         self.ngrams, self.raced = self.path / "ngrams", self.path / "race"
         self.features = self.path / "features"  # of the answers, while a head learns
         self.a_graph = float(self.fact("plan", "a_graph") or 0)
@@ -79,7 +82,7 @@ class Building:
         write_starting_config(self.choices.family, self.choices.target, self.config)
         self.settings = self.usual()
         plan = plan_training(self.config, self.settings, 1, None, None, False, has_data=False)
-        disk, free = plan.disk.states + plan.disk.head, disk_usage(self.path).free
+        disk, free = plan.disk.states + plan.disk.head, self.free_disk()
         if free < disk:
             raise UserError(
                 f"the head's files need {disk / 1e9:.1f} GB, and the disk of {self.path} has "
@@ -99,6 +102,11 @@ class Building:
             f"training: {verdict}; {disk / 1e6:.0f} MB of disk"
         )
 
+    def free_disk(self) -> int:
+        """Bytes that are free where the folder is, or will be."""
+        path = self.path.absolute()
+        return disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
+
     @property
     def keeps(self) -> bool:
         """Whether features are kept: on a processor the target's pass is half of a step."""
@@ -116,7 +124,7 @@ class Building:
         }  # fmt: skip
         if self.keeps:
             found["data.feature_folder"] = str(self.features)
-            found["data.feature_budget_gb"] = round(disk_usage(self.path).free / 4e9, 3)
+            found["data.feature_budget_gb"] = round(self.free_disk() / 4e9, 3)
             if self.choices.minutes < 60:  # a few small steps teach more than fewer large ones
                 found["train.batch_rows"] = 2
                 found |= {"head.ttt_steps": 3} if self.choices.family.startswith("eagle3") else {}
@@ -314,14 +322,27 @@ class Building:
             self.choices.compile, self.raced,
         )  # fmt: skip
         rows = read_json(self.raced / "comparison.json")["rows"]
-        best = max((row for row in rows if row["tau"]), key=lambda row: row["speedup_hf"])
-        named = drafts_by_name(self.drafts)
-        parts = [SPOKEN[named[p].name] if p in named else p for p in best["mode"].split(" + ")]
-        headline = comparison_section(self.raced).headline
+        ours = sorted((row for row in rows if row["tau"]), key=lambda row: row["speedup_hf"])
+        best, kinds = ours[-1], drafts_by_name(self.drafts)
+
+        def needs(row: Mapping[str, Any]) -> int:
+            """What must be made for this way of decoding: nothing, a table, or a head."""
+            parts = [kinds[part].name for part in row["mode"].split(" + ") if part in kinds]
+            return max([0, *({"ngrams": 1, "head": 2}.get(part, 0) for part in parts)])
+
+        def spoken(row: Mapping[str, Any]) -> str:
+            parts = row["mode"].split(" + ")
+            named = [SPOKEN[kinds[p].name] if p in kinds else NAMES.get(p, p) for p in parts]
+            return " with ".join(named)
+
+        mode = NAMES.get(best["mode"], best["mode"])
+        said = comparison_section(self.raced).headline.replace(mode, spoken(best), 1)
+        said += f", on {limit} prompts"
+        if simpler := [row for row in ours if needs(row) < needs(best)]:
+            share = simpler[-1]["speedup_hf"] / best["speedup_hf"]
+            said += f"; {spoken(simpler[-1])} alone has {share:.0%} of that speed"
         return {
-            "fastest": best["mode"],
-            "headline": headline.replace(best["mode"], " with ".join(parts), 1)
-            + f", on {limit} prompts",
+            "fastest": best["mode"], "headline": said,
             "by_hand": f"drafthead compare{self.options_of(self.drafts)} --prompts "
             f"{quote(str(prompts))} --limit {limit} --rounds 1 --max-new-tokens {tokens} "
             f"--output {quote(str(self.raced))}",

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
@@ -30,7 +31,7 @@ from drafthead.train.data.conversations import read_conversations
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
 from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings
-from drafthead.train.prompts.invention import invent
+from drafthead.train.prompts.invention import TooFewMessagesError, invent
 from drafthead.train.prompts.message_source import InventSettings, MessageSource
 
 BATCH, MOST_BATCH = 32, 256  # prompts answered at a time: at least, and on a large GPU
@@ -38,6 +39,7 @@ BATCH, MOST_BATCH = 32, 256  # prompts answered at a time: at least, and on a la
 # cache in use there may be two that it has left, and the one that it moves into.
 COPIES = 2 * 4
 WINDOWS = 8  # that the time for answers and learning has room for, at least
+INVENTING = 0.2  # of the time for all, for the held-out prompts; of what is left, for a window's
 
 
 def rows_at_once(decoder: Decoder) -> int:
@@ -72,7 +74,11 @@ class Answering:
     @cached_property
     def rows(self) -> int:
         """Prompts answered at a time; a folder keeps to what it began with."""
-        return self.folder.once("rows", lambda: rows_at_once(self.decoder()))
+        return self.folder.once("rows", self._found_rows)
+
+    def _found_rows(self) -> int:
+        self.files.invented.unlink(missing_ok=True)  # of a build with other choices
+        return rows_at_once(self.decoder())
 
     def forget(self) -> None:
         """Give the target's memory back, to other processes as well."""
@@ -87,7 +93,10 @@ class Answering:
             given = part_given(chosen.prompts, chosen.minutes, chosen.seed, self.files)
             return {"given": given}
         held = HeldOut.of(chosen.minutes, None)
-        self._invent(held.both)
+        try:
+            self._invent(held.both, 60 * chosen.minutes * INVENTING)
+        except TooFewMessagesError as error:
+            raise UserError(f"{error}: give prompts of your users, with --prompts FILE") from error
         part_invented(self.files, held)
         return {
             "held": held.both,
@@ -96,8 +105,11 @@ class Answering:
             f"--batch-size {2 * self.rows} --output {quote(str(self.files.invented))}",
         }
 
-    def _invent(self, number: int) -> None:
-        """Have so many messages of users; raises UserError where the target cannot write any."""
+    def _invent(self, number: int, seconds: float) -> None:
+        """Have so many messages of users in so many seconds.
+
+        Raises UserError where the target cannot write any, TooFewMessagesError where it is slow.
+        """
         chosen = self.choices
         # Without `compile`: a build that was given more time may compile, and goes on here.
         settings = InventSettings(
@@ -108,7 +120,7 @@ class Answering:
             source = MessageSource(self.decoder(), settings)
         except UserError as error:
             raise UserError(f"{error}; or give prompts, with --prompts FILE") from error
-        invent(source, self.files.invented, number)
+        invent(source, self.files.invented, number, seconds=seconds)
 
     def _distil(self, prompts: Path, output: Path, limit: int | None) -> DistillReport:
         """The target's answers to the first prompts of a file, those that are there kept."""
@@ -170,7 +182,7 @@ class Answering:
                 break
             window = min(missing, answering * left / WINDOWS) / length
             wanted = there + self.rows * max(1, int(window / self.rows))
-            wanted = min(wanted, self._have_prompts(wanted))
+            wanted = min(wanted, self._have_prompts(wanted, INVENTING * left))
             if wanted <= there:
                 break
             report = self._distil(self.files.train, self.answers, wanted)
@@ -183,7 +195,7 @@ class Answering:
             "by_hand": self._by_hand(self.files.train, self.answers, there),
         }  # fmt: skip
 
-    def _have_prompts(self, number: int) -> int:
+    def _have_prompts(self, number: int, seconds: float) -> int:
         """How many prompts there are to learn from, after so many were asked for.
 
         Invented ones come with others about the texts that the target has written until then.
@@ -196,7 +208,8 @@ class Answering:
             missing = number - len(rows)
             if missing > 0:
                 own = held + sum(row["id"].startswith("invented-") for row in rows)
-                self._invent(own + missing)
+                with suppress(TooFewMessagesError):  # what there is will do
+                    self._invent(own + missing, seconds)
                 write_rows(self.files.train, [*rows, *read_rows(self.files.invented)[own:]])
         return len(read_rows(self.files.train))
 

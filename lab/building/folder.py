@@ -35,10 +35,6 @@ class Choices:
     minutes: float
     compile: bool | None  # see `prepared_target`
 
-    def __post_init__(self) -> None:
-        if self.minutes <= 0:
-            raise UserError("a build needs time: give --minutes or --hours")
-
     @property
     def model_options(self) -> str:
         """The options that name the model, as other verbs have them."""
@@ -87,9 +83,9 @@ class BuildFolder:
     def begin(self, choices: Choices) -> None:
         """Read what is done; stages that a changed choice touches are to be done again.
 
-        Raises UserError for a choice that cannot change, and for a record that cannot be read.
+        Nothing is written here. Raises UserError for a choice that cannot change,
+        and for a record that cannot be read.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         self.choices: Facts = json.loads(json.dumps(asdict(choices)))  # a list for a tuple
         file = self.path / RECORD
         if file.exists():
@@ -100,12 +96,14 @@ class BuildFolder:
             except (yaml.YAMLError, KeyError, TypeError) as error:
                 raise UserError(f"{file} cannot be read: restore it, or remove it") from error
             self._repeat_from(before)
-        self._save()
 
     def _repeat_from(self, before: Mapping[str, Any]) -> None:
         changed = [name for name, value in self.choices.items() if before.get(name) != value]
         for name in changed:
             if name not in TOUCHED:
+                if not self.stages:  # nothing is there that it could be wrong for
+                    self.kept = {}
+                    return
                 option = f"--{name.replace('_', '-')}"
                 raise UserError(
                     f"{self.path} was begun with {option} {before.get(name)!r}, now "
@@ -140,4 +138,5 @@ class BuildFolder:
     def _save(self) -> None:
         record = {"choices": self.choices, "kept": self.kept, "stages": self.stages}
         text = yaml.safe_dump(record, sort_keys=False, width=1000, allow_unicode=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.path / RECORD, TITLE + text)

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from drafthead.heads.target.target import Target
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import GENERATE, PLAIN, Record
 
+RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class CategoryFigures:
@@ -61,6 +65,8 @@ class ComparisonRow:
     answers_ended: float
     peak_memory_bytes: int
     categories: dict[str, CategoryFigures]  # where prompts say what kind of request they are
+    # Of the speedup, over prompts; None where one batch holds them all.
+    speedup_interval: tuple[float, float] | None = None
 
 
 def rows_of(
@@ -119,6 +125,7 @@ def _row(
         answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),
         peak_memory_bytes=record.peak_memory_bytes,
         categories={name: _category(record, plain, some) for name, some in places.items()},
+        speedup_interval=_interval(record, plain),
     )
 
 
@@ -129,6 +136,23 @@ def _category(record: Record, plain: Record, places: Sequence[int]) -> CategoryF
         return CategoryFigures(len(places), None, None, None)
     stats, speedup = some.stats(), median(_ratios(some, baseline))
     return CategoryFigures(len(places), median(some.rates()), speedup, stats.tau if stats else None)
+
+
+def _interval(record: Record, plain: Record) -> tuple[float, float] | None:
+    """The central 95 % of the speedup over resampled batches (the percentile bootstrap)."""
+    count = len(plain.answers[0])
+    if count < 2 or record is plain:
+        return None
+    chosen = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+
+    def rates(one: Record) -> NDArray[np.float64]:
+        """Tokens a second of each resample [RESAMPLES]."""
+        pairs = [[(a.decoded_tokens, a.decode_seconds) for a in each] for each in one.answers]
+        tokens, seconds = np.array(pairs).sum(axis=0)[chosen].sum(axis=1).T
+        return tokens / np.maximum(seconds, 1e-9)
+
+    low, high = np.quantile(rates(record) / np.maximum(rates(plain), 1e-9), [0.025, 0.975])
+    return float(low), float(high)
 
 
 def _ratios(record: Record, baseline: Record) -> list[float]:

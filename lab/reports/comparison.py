@@ -46,13 +46,23 @@ COLUMNS: Columns = {
 
 
 def with_range(row: ComparisonRow) -> str:
-    """The speedup with its extremes over rounds, if they differ."""
-    low, high = row.speedup_range
+    """The speedup with its interval over prompts, or else its extremes over rounds."""
+    low, high = row.speedup_interval or row.speedup_range
     return number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
+def noise_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """How far off the speeds are, by those who drafted nothing: they are plain decoding."""
+    return [
+        f"{row.mode} drafted nothing at temperature {row.temperature:g} and has {row.speedup:.2f} "
+        "times the speed of plain decoding, which it is: the figures of this race are that far off"
+        for row in rows
+        if row.mode != PLAIN and row.tree_nodes == 1
+    ]
+
+
 def race_table(rows: Sequence[ComparisonRow], ranges: bool, title: str = "") -> Table:
-    """Every way of decoding; `ranges` adds the extremes over rounds to the speedup."""
+    """Every way of decoding; `ranges` adds its interval to the speedup."""
     return table_of(title, {**COLUMNS, "speedup": with_range} if ranges else COLUMNS, rows)
 
 

@@ -20,7 +20,7 @@ from drafthead.lab.diagnosis.findings import Finding, faults_first
 from drafthead.lab.learning_curve import what_more_would_bring
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.race import PLAIN
-from drafthead.lab.reports.comparison import NAMES, category_tables, race_table
+from drafthead.lab.reports.comparison import NAMES, category_tables, race_table, with_range
 from drafthead.lab.reports.report import OURS, THEIRS, Table, number, page
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
@@ -126,7 +126,7 @@ def headline(rows: Sequence[ComparisonRow]) -> str:
     if not ours:
         return ""
     best = max(ours, key=lambda row: row.speedup_hf)
-    alone = f" and {best.speedup:.2f} times plain decoding" if best.mode != PLAIN else ""
+    alone = f" and {with_range(best)} times plain decoding" if best.mode != PLAIN else ""
     speed = f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}"
     rule = VERIFIERS.get(best.verifier)
     lossy = "" if rule is None or rule.lossless else f" (lossy: {best.verifier})"

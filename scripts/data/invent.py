@@ -86,7 +86,12 @@ def main(
     from drafthead.heads.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
     from drafthead.train.data.conversations import read_conversations
-    from drafthead.train.prompts.invention import check_settings, invent, log_report
+    from drafthead.train.prompts.invention import (
+        TooFewMessagesError,
+        check_settings,
+        invent,
+        log_report,
+    )
     from drafthead.train.prompts.message_source import (
         InventSettings,
         MessageSource,
@@ -103,4 +108,9 @@ def main(
     loaded = load_decoder_only(inventor.target, inventor.dtype, inventor.device)
     decoder = Decoder.from_pretrained(loaded, compile=inventor.compile)
     source = MessageSource(decoder, settings, first)
-    log_report(invent(source, output, number, overwrite), output)
+    try:
+        log_report(invent(source, output, number, overwrite), output)
+    except TooFewMessagesError as error:
+        raise UserError(
+            f"{error}: raise --temperature or --max-new-tokens, or take another target"
+        ) from error

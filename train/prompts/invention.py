@@ -7,6 +7,7 @@ as an uninterrupted run's.
 
 import json
 import logging
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +29,10 @@ from drafthead.train.prompts.message_source import InventSettings, Message, Mess
 logger = logging.getLogger(__name__)
 
 FRUITLESS_BATCHES = 20  # without a message to keep, until a run gives up
+
+
+class TooFewMessagesError(UserError):
+    """The target does not write enough messages, or not in time."""
 
 
 @dataclass
@@ -52,19 +57,26 @@ class InventReport:
 
 
 def invent(
-    source: MessageSource, output: Path, number: int, overwrite: bool = False
+    source: MessageSource,
+    output: Path,
+    number: int,
+    overwrite: bool = False,
+    seconds: float | None = None,
 ) -> InventReport:
     """Write `number` messages as JSON rows that `drafthead data distill` takes as prompts.
 
     A file that was begun with the same settings is continued, also to a larger number. Raises
-    UserError for other settings, when another process writes the file, when the disk is full, and
-    when many batches bring nothing that can be kept.
+    UserError for other settings, when another process writes the file, and when the disk is full;
+    TooFewMessagesError when many batches bring nothing that can be kept, and when so many seconds
+    after the first pass, which may compile, the number is not there.
     """
     with full_disk_named(output), only_writer(lock_path(output), output):
-        return _invent(source, output, number, overwrite)
+        return _invent(source, output, number, overwrite, seconds)
 
 
-def _invent(source: MessageSource, output: Path, number: int, overwrite: bool) -> InventReport:
+def _invent(
+    source: MessageSource, output: Path, number: int, overwrite: bool, seconds: float | None
+) -> InventReport:
     """`invent` in the only process that writes the file."""
     progress = begin(output, source.settings, overwrite)
     texts = texts_written(output)
@@ -74,7 +86,7 @@ def _invent(source: MessageSource, output: Path, number: int, overwrite: bool) -
         output.open("r+b") as file,
         AnswerBar(number, progress.kept, "invent", "prompt") as bar,
     ):
-        inventor = Inventor(source, number, progress, texts[: progress.kept], bar)
+        inventor = Inventor(source, number, progress, texts[: progress.kept], bar, seconds)
         file.truncate(progress.size)
         file.seek(progress.size)
         while progress.kept < number:
@@ -94,8 +106,10 @@ class Inventor:
         progress: Progress,
         kept: list[str],
         bar: AnswerBar,
+        seconds: float | None = None,
     ):
         """`kept`: the texts of earlier batches, which later ones must not repeat."""
+        self.seconds, self.began = seconds, 0.0  # since the first pass
         self.source, self.number, self.progress, self.bar = source, number, progress, bar
         self.filter = MessageFilter()
         for text in kept:
@@ -103,11 +117,8 @@ class Inventor:
         self.fruitless = 0  # batches in a row
 
     def write_batch(self, file: IO[bytes]) -> None:
-        """Draw the next batch and write what is kept.
-
-        Raises UserError when many batches in a row brought nothing.
-        """
-        drawn = self.source.batch(self.progress.batches, lambda tokens: self.bar.count(tokens, 0))
+        """Draw the next batch and write what is kept; raises TooFewMessagesError as `invent`."""
+        drawn = self.source.batch(self.progress.batches, self._count)
         kept = 0
         for message in drawn:
             if self.progress.kept + kept == self.number:
@@ -124,7 +135,24 @@ class Inventor:
         self.progress.size = file.tell()
         self.fruitless = 0 if kept else self.fruitless + 1
         if self.fruitless == FRUITLESS_BATCHES:
-            raise UserError(nothing_kept(self.source.settings, self.progress))
+            raise self._too_few(f"nothing new in {FRUITLESS_BATCHES} batches")
+
+    def _count(self, tokens: int) -> None:
+        """Count the tokens of a pass."""
+        self.bar.count(tokens, 0)
+        self.began = self.began or time.monotonic()
+        if self.seconds is not None and time.monotonic() - self.began > self.seconds:
+            raise self._too_few(f"too little in {self.seconds:.0f} seconds")
+
+    def _too_few(self, brought: str) -> TooFewMessagesError:
+        """What the target has brought, and why its messages were dropped."""
+        progress = self.progress
+        dropped = max(progress.dropped, key=progress.dropped.__getitem__, default="")
+        reason = f" (most often dropped: {dropped})" if dropped else ""
+        return TooFewMessagesError(
+            f"{self.source.settings.target} brought {brought}: {progress.kept} of {self.number} "
+            f"messages are there{reason}"
+        )
 
 
 def problem_of(message: Message) -> str | None:
@@ -132,16 +160,6 @@ def problem_of(message: Message) -> str | None:
     if not message.finished:
         return "no end within the limit"
     return "control tokens inside" if message.has_control_token else None
-
-
-def nothing_kept(settings: InventSettings, progress: Progress) -> str:
-    """What is wrong when batches bring nothing, and what may help."""
-    reason = max(progress.dropped, key=lambda reason: progress.dropped[reason])
-    return (
-        f"{settings.target} brought nothing new in {FRUITLESS_BATCHES} batches after "
-        f"{progress.kept} kept messages (most often: {reason}): raise --temperature or "
-        "--max-new-tokens, or take another target"
-    )
 
 
 def row_of(message: Message, settings: InventSettings) -> bytes:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +22,11 @@ from drafthead.lab.building.budget import (
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
 from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
 from drafthead.lab.building.view import Captured
+from drafthead.scripts import cli
 from drafthead.scripts.stages import Building
+from drafthead.train.prompts.invention import TooFewMessagesError
 
+DEMO_TARGET = Path(__file__).parents[3] / "assets" / "demo_target"
 CHOICES = Choices("model", "auto", "cpu", (), 64, 0, "eagle3", 5.0, False)
 
 
@@ -96,6 +101,52 @@ def test_changed_choices_repeat_what_they_touch_or_are_refused(tmp_path) -> None
     assert list(compiled.stages)[-1] == "evaluate"
     with pytest.raises(UserError, match=r"was begun with --target 'model', now 'other'"):
         begun(tmp_path, replace(CHOICES, target="other"))
+
+
+def test_nothing_is_written_and_all_may_change_before_a_stage_is_done(tmp_path) -> None:
+    build = begun(tmp_path / "x", CHOICES)
+    assert not list(tmp_path.iterdir())
+    assert build.once("rows", lambda: 128) == 128
+    other = begun(tmp_path / "x", replace(CHOICES, target="other", prompts=("mine.jsonl",)))
+    assert other.once("rows", lambda: 64) == 64
+    other.finish("prompts", 1.0, {})
+    with pytest.raises(UserError, match=r"was begun with --target 'other', now 'model'"):
+        begun(tmp_path / "x", CHOICES)
+
+
+def test_a_plan_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["build", "--target", str(DEMO_TARGET), "--output", "x", "--minutes", "1", "--plan"]
+    monkeypatch.setattr(sys, "argv", ["drafthead", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code and "x, in 60 s: prompts" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("time", [(), ("--minutes", "0"), ("--hours", "-1")])
+def test_a_build_needs_time(time, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["drafthead", "build", "--target", "t", "--output", "x", *time])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and "give --minutes or --hours" in capsys.readouterr().err
+
+
+def test_a_target_that_invents_too_slowly_asks_for_prompts(monkeypatch, tmp_path) -> None:
+    def slow(*_, seconds: float, **__) -> None:
+        raise TooFewMessagesError(f"nothing in {seconds:.0f} seconds")
+
+    monkeypatch.setattr(answering, "invent", slow)
+    monkeypatch.setattr(answering, "MessageSource", lambda *_: None)
+    monkeypatch.setattr(Answering, "decoder", lambda _: None)
+    monkeypatch.setattr(answering, "rows_at_once", lambda _: 32)
+    source = Answering(CHOICES, begun(tmp_path, CHOICES))
+    with pytest.raises(UserError, match="nothing in 60 seconds: give prompts .* --prompts FILE"):
+        source.part_prompts()
+    source.folder.finish("prompts", 1.0, {"held": 60})
+    rows = [{"id": f"invented-0-{n}", "prompt": "?"} for n in range(3)]
+    source.files.train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert source._have_prompts(100, 5.0) == 3, "what there is will do"
 
 
 def write_prompts(path, number: int) -> None:
@@ -178,13 +229,13 @@ def test_prompts_are_invented_further_whatever_memory_is_free_and_however_passes
     """A run that was killed, then another card's memory, then enough time to compile."""
     asked = []
     monkeypatch.setattr(answering, "MessageSource", lambda _, settings: asked.append(settings))
-    monkeypatch.setattr(answering, "invent", lambda *_: None)
+    monkeypatch.setattr(answering, "invent", lambda *_, **__: None)
     monkeypatch.setattr(Answering, "decoder", lambda _: None)
     for rows, minutes, compile in ((128, 5.0, None), (64, 5.0, None), (32, 15.0, True)):
         monkeypatch.setattr(answering, "rows_at_once", lambda _, rows=rows: rows)
         choices = replace(CHOICES, minutes=minutes, compile=compile)
         source = Answering(choices, begun(tmp_path, choices))
-        source._invent(60)
+        source._invent(60, 30.0)
         assert source.rows == 128
     assert asked[0] == asked[1] == asked[2] and asked[0].batch_size == 256
 

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny import byte_tokenizer, write_target
@@ -14,7 +15,7 @@ from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.jobs.outputs import manifest_path, only_writer
 from drafthead.train.prompts import invention
-from drafthead.train.prompts.invention import InventReport, invent
+from drafthead.train.prompts.invention import InventReport, TooFewMessagesError, invent
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
 
 SETTINGS = InventSettings("fake", batch_size=4)
@@ -181,8 +182,19 @@ def test_other_settings_are_refused(tmp_path) -> None:
 def test_a_target_that_brings_nothing_new_ends_the_run(tmp_path) -> None:
     source = FakeSource()
     source.message = lambda number: Message(number, "always the same words", 3, True, False)
-    with pytest.raises(UserError, match="nothing new in 20 batches after 1 kept.*same as another"):
+    with pytest.raises(UserError, match=r"nothing new in 20 batches: 1 of 5 messages .*same as another"):
         invent(source, tmp_path / "prompts.jsonl", 5)
+
+
+def test_what_is_kept_stays_when_the_time_is_over(tmp_path, monkeypatch, whole) -> None:
+    path, clock = tmp_path / "slow.jsonl", iter(range(1000, 2000, 7))
+    monkeypatch.setattr(invention, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    # A pass at 1000 and 1007 s, the next ones at 1014 and 1021.
+    with pytest.raises(TooFewMessagesError, match=r"too little in 20 seconds: 6 of 11 .* no end"):
+        invent(FakeSource(), path, 11, seconds=20)
+    assert len(path.read_bytes().splitlines()) == 6
+    invent(FakeSource(), path, 11)
+    assert path.read_bytes() == whole
 
 
 @pytest.fixture(scope="module")
