@@ -31,8 +31,8 @@ def main(
     family: Annotated[
         str,
         typer.Option(
-            help="Of the head: eagle3; eagle3-portable, which vLLM, SGLang and llama.cpp read; "
-            "parallel, medusa, hydra, eagle, ..."
+            help=f"Of the head: {options.FAMILIES}. vLLM, SGLang and llama.cpp read "
+            "eagle3-portable."
         ),
     ] = "eagle3",
     max_new_tokens: options.MaxNewTokens = 192,

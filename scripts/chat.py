@@ -1,5 +1,6 @@
 """`drafthead chat`: a conversation in the terminal, whose turns keep the caches of earlier ones."""
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +8,8 @@ import typer
 
 from drafthead.scripts import options
 
-NEW = "/new"
+NEW, HELP = "/new", "/help"
+COMMANDS = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ def main(
     """Talk to a model, and see after each answer how fast it was.
 
     Without --draft decoding is plain. Ctrl-C ends an answer, which stays as it is. /new begins a
-    new conversation, /quit or Ctrl-D ends. Messages can also come through a pipe, one a line.
+    new conversation, /quit or Ctrl-D ends, /help says so. Messages can also come through a pipe,
+    one a line.
     """
     from rich.console import Console
 
@@ -43,8 +46,12 @@ def main(
     if compile:  # before the first answer, not in the middle of it
         decoder.warm_up(**how)
     session = decoder.chat(system, **how)
+    if sys.stdin.isatty():
+        console.print(f"{decoder}\n{COMMANDS}", style="dim", markup=False)
     for message in terminal.messages():
-        if message == NEW:
+        if message == HELP:
+            console.print(COMMANDS, style="dim")
+        elif message == NEW:
             session = decoder.chat(system, **how)
         else:
             terminal.print_turn(session, message, console, show_drafts)

@@ -10,9 +10,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 from drafthead.heads.errors import UserError
 
@@ -43,6 +44,8 @@ def with_groups(main: Callable[..., None]) -> Callable[..., None]:
             parameters += group_parameters(parameter.annotation)
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+    for parameter in parameters:
+        name_one_value(parameter.annotation)
 
     @wraps(main)
     def run(**options: Any) -> None:
@@ -74,6 +77,15 @@ def group_parameters(group: Any) -> list[Parameter]:
         )
         for field in fields(group)
     ]
+
+
+def name_one_value(annotation: Any) -> None:
+    """Have help show an option that may be repeated as its value, `<str>`, not as `<list[str]>`."""
+    hint, *about = get_args(annotation) or [annotation]
+    lists = [part for part in (hint, *get_args(hint)) if get_origin(part) is list]
+    for option in about:
+        if lists and isinstance(option, ParameterInfo) and option.metavar is None:
+            option.metavar = f"<{get_args(lists[0])[0].__name__.lower()}>"
 
 
 def made_of(kind: type[Settings], groups: Sequence[object], others: Mapping[str, Any]) -> Settings:
@@ -136,6 +148,12 @@ CompileSwitch = Annotated[
         "them; with --no-compile they run as the model is written."
     ),
 ]
+# What `--init` and `build --family` take, and `head export --format`.
+FAMILIES = "eagle3, eagle3-portable, parallel, medusa, hydra, eagle, mlp_speculator, mtp"
+FORMATS = (
+    "dflash, dflash-transformers, dspark, eagle, eagle3-sglang, eagle3-vllm, hydra, medusa, "
+    "medusa-merged, vllm-medusa, mlp, mtp, speculators, drafthead"
+)
 RULES = (
     "Acceptance rule: auto, greedy, rejection, traversal and match are lossless. Lossy ones change "
     "the output: typical, lenient, and at temperature 0 top_k and distance"

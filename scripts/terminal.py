@@ -12,11 +12,13 @@ from drafthead.heads.formats.printing import shown, visible
 from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
 from drafthead.infer.chat_session import ChatSession
 from drafthead.infer.engine.stats import DecodeStats
+from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.request.text_pieces import GrowingAnswer
 
 PROMPT = "> "
 QUIT = "/quit"
 DRAFTED = "green"
+CUT = {"length": "; cut: --max-new-tokens allows no more", "cancelled": "; stopped"}
 
 
 def prompt_text(prompt: str | None) -> str:
@@ -75,6 +77,8 @@ def summary(result: DecodeResult) -> str:
 
 def messages() -> Iterator[str]:
     """What the user writes, line by line, until /quit or the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # `input` then has a history, and arrow keys
     prompt = PROMPT if sys.stdin.isatty() else ""
     while True:
         try:
@@ -101,13 +105,16 @@ def print_turn(session: ChatSession, message: str, console: Console, show_drafts
         console.print()
     finally:
         passes.close()
-    console.print(Text(turn_summary(passes.stats, session.reused), "dim"))
+    (reason,) = passes.result.finish_reasons
+    console.print(Text(turn_summary(passes.stats, session.reused, reason), "dim"))
 
 
-def turn_summary(stats: DecodeStats, reused: int) -> str:
-    """One line about a turn: tokens, speed, tau, and how much of the prompt was read before."""
+def turn_summary(stats: DecodeStats, reused: int, reason: FinishReason | None) -> str:
+    """One line about a turn: tokens, speed, tau, what of the prompt was read before, and whether
+    the answer was cut.
+    """
     tokens = sum(stats.decoded_tokens) + len(stats.decoded_tokens)
     return (
         f"[{tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, tau {stats.tau:.2f}, "
-        f"{reused} positions of the prompt reused]"
+        f"{reused} positions of the prompt reused{CUT.get(reason or '', '')}]"
     )

@@ -49,7 +49,10 @@ def main(
     ],
     init: Annotated[
         str | None,
-        typer.Option(metavar="FAMILY", help="Write FILE for this family of heads, and end."),
+        typer.Option(
+            metavar="FAMILY",
+            help=f"Write FILE for this family, and end: {options.FAMILIES}, draft_model.",
+        ),
     ] = None,
     target: Annotated[
         str | None, typer.Option(metavar="MODEL", help="With --init: the model to fit FILE to.")

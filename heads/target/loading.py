@@ -78,8 +78,8 @@ def refuse_missing_folder(name: str) -> None:
     is_hub_id = len(path.parts) == 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
     if not path.exists() and not is_hub_id and not is_in_cache(name, "config.json"):
         raise UserError(
-            f"cannot load the model {name}: there is no such folder here (names on the hub have "
-            "the form OWNER/NAME)"
+            f"cannot load the model {name}: this folder does not exist (names on the hub have the "
+            "form OWNER/NAME)"
         )
 
 

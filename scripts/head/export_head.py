@@ -32,7 +32,8 @@ def main(
         bool, typer.Option("--launch", help="With --for: start it, until Ctrl-C.")
     ] = False,
     format: Annotated[
-        str | None, typer.Option(help="Exactly this layout instead; see docs/formats.md.")
+        str | None,
+        typer.Option(help=f"Exactly this layout instead: {options.FORMATS}; see docs/formats.md."),
     ] = None,
     target: Annotated[
         str | None,

@@ -13,6 +13,7 @@ from tiny import SPECIALS, byte_tokenizer
 import drafthead
 from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
+from drafthead.heads.formats.base import FORMATS
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.target.target import Target
@@ -22,7 +23,7 @@ from drafthead.infer.engine.planner import PlannerSettings
 from drafthead.infer.request.generation_config import KNOWN, PREPARED
 from drafthead.lab.races.contestants import Answers as Answered
 from drafthead.lab.races.contestants import Ours
-from drafthead.scripts import cli
+from drafthead.scripts import cli, options
 from drafthead.scripts.older_words import renewed
 from drafthead.scripts.options import Answers
 
@@ -89,6 +90,16 @@ def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> 
     assert status == 0 and (status, out) == today[:2]
     assert "`inspect-data` is now `data inspect`" in err
     assert "--tokenizer" not in run("data", "inspect", "--help")[1]
+
+
+def test_help_lists_the_values_that_there_are(run) -> None:
+    configs = Path(__file__).parents[2] / "configs"
+    files = {p.stem for p in configs.glob("*.yaml") if "demo" not in p.stem}
+    assert {*options.FAMILIES.split(", ")} == files - {"draft_model"}
+    assert {*options.FORMATS.split(", ")} == {*FORMATS}
+    for verb in (["build"], ["head", "evaluate"], ["compare"], ["serve"]):
+        help = run(*verb, "--help")[1]
+        assert "list[" not in help and ("[default: 0.0]" not in help or verb != ["build"])
 
 
 def test_help_waits_for_no_library() -> None:
