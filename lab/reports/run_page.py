@@ -4,6 +4,7 @@ import json
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from pydantic import TypeAdapter, ValidationError
 
 from drafthead.heads.errors import UserError
@@ -24,6 +26,12 @@ from drafthead.lab.reports.comparison import NAMES, category_tables, race_table,
 from drafthead.lab.reports.report import OURS, THEIRS, Table, number, page
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
+EXPLAINED = (
+    "speedup: over plain decoding on this engine; over generate: over transformers' model.generate; "
+    "tau: tokens a pass; c: time of drafting over that of a plain step; bound: the speedup that tau "
+    "and the measured phases allow; efficiency: speedup over tau; 8-grams again: share of eight "
+    "tokens in a row that occurred before in the same answer, as in loops, which flatter tau."
+)
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
 
@@ -42,8 +50,9 @@ class Section:
 
 
 def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
-    """The page. All text is escaped."""
-    return page("run_page.html", {"title": title, "facts": facts, "sections": sections})
+    """The page, of today. All text is escaped."""
+    dated = [*facts, ("date", date.today().isoformat())]
+    return page("run_page.html", {"title": title, "facts": dated, "sections": sections})
 
 
 def training_section(folder: Path) -> Section:
@@ -59,6 +68,8 @@ def training_section(folder: Path) -> Section:
         ax.plot(*curve(steps, key), ".-", color=OURS)  # points, as there may be one step
     for ax, name in zip(axes, names, strict=True):
         ax.set_xlabel("tokens trained on")
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k
         ax.set_ylabel(name)
     if held_out:
         axes[2].plot(*zip(*held_out, strict=True), "o", color=THEIRS)
@@ -111,7 +122,10 @@ def comparison_section(folder: Path) -> Section:
     picture = folder / "comparison.png"
     return Section(
         "Race",
-        notes=[f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts"],
+        notes=[
+            f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts",
+            EXPLAINED,
+        ],
         tables=[race_table(rows, ranges=True), *category_tables(rows)],
         pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
         summary="notes of the race",

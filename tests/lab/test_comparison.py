@@ -13,16 +13,17 @@ from drafthead.heads.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.engine.stats import DecodeStats
-from drafthead.lab.races.comparison import ComparisonRow, divergences, rows_of
+from drafthead.lab.races.comparison import ComparisonRow, _interval, divergences, rows_of
 from drafthead.lab.races.contestants import Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.ledger import StepLedger
-from drafthead.lab.races.race import GENERATE, Answers, Contestant, prepare, race
+from drafthead.lab.races.race import GENERATE, Answers, Contestant, Record, prepare, race
 from drafthead.lab.reports.comparison import (
     category_tables,
     comparison_report,
     divergence_notes,
     draw,
+    noise_notes,
     race_table,
 )
 from drafthead.lab.speedup_model import chain_speedup, predict_chain
@@ -148,6 +149,28 @@ def test_baselines_have_speedup_one_over_themselves(small_race) -> None:
     assert head.speedup_range[0] <= head.speedup <= head.speedup_range[1]
     assert head.speedup_bound > 0
     assert sum(head.accept_length_counts.values()) > 0
+
+
+def test_the_interval_of_a_speedup_is_that_of_resampled_prompts() -> None:
+    """Two prompts, 3 and 1 times as fast in equal time: 2 is the speedup, from 1 to 3."""
+
+    def record(mode: str, *tokens: int) -> Record:
+        answers = [Answers([[0] * n], n, 1.0, 0.0, DecodeStats()) for n in tokens]
+        return Record(Ours(mode, "none", SamplingConfig(), None), [answers])
+
+    plain = record("plain", 10, 10)
+    assert _interval(record("head", 30, 10), plain) == (1.0, 3.0)
+    assert _interval(record("head", 20, 20), plain) == (2.0, 2.0)
+    assert _interval(record("head", 20), record("plain", 10)) is None
+    assert _interval(plain, plain) is None
+
+
+def test_who_drafts_nothing_shows_the_noise(small_race) -> None:
+    records, _ = small_race
+    plain, _, _, head = rows_of(records, 0.0, frozenset({7}))
+    assert noise_notes([plain, head]) == []
+    (note,) = noise_notes([plain, replace(head, mode="model", tree_nodes=1.0, speedup=1.41)])
+    assert note.startswith("model drafted nothing at temperature 0 and has 1.41 times the speed")
 
 
 def test_categories_of_prompts_are_counted_apart(small_race) -> None:

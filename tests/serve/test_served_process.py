@@ -86,6 +86,27 @@ def test_the_page_chats_in_a_browser(server, expected, tmp_path) -> None:
         colour = green.evaluate("node => getComputedStyle(node).color")
         assert colour == "rgb(10, 125, 50)"
         page.screenshot(path=tmp_path / "page.png")
+        # A new conversation while an answer streams knows nothing of it.
+        page.fill("#say", "Once upon a time")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.querySelectorAll('.drafted').length > 9")
+        page.click("#fresh")
+        page.fill("#say", "Hello")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".turn.note", timeout=60_000)
+        assert "stopped" not in page.text_content("#turns")
+        history = page.evaluate("messages")
+        assert [turn["role"] for turn in history] == ["user", "assistant"]
+        assert history[0]["content"] == "Hello"
+        box = page.query_selector("#send").bounding_box()
+        assert 0 < box["y"] < page.viewport_size["height"] - box["height"]
+        # A refused request leaves no empty answer, and the question to be sent again.
+        page.fill("#key", "wrong")
+        page.fill("#say", "Again?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".turn.error")
+        assert len(page.evaluate("messages")) == 2
+        assert page.input_value("#say") == "Again?"
         window.close()
 
 

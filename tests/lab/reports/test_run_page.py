@@ -101,6 +101,8 @@ def test_the_headline_is_the_fastest_of_our_ways() -> None:
         "head mine is fastest: 15 tokens/s at temperature 0, 6.00 times model.generate and "
         "1.50 times plain decoding"
     )
+    sure = headline([plain, replace(head, speedup_interval=(1.4, 1.61))])
+    assert sure.endswith("1.50 (1.40 to 1.61) times plain decoding")
     assert headline([plain, theirs]) == (
         "plain decoding is fastest: 10 tokens/s at temperature 0, 4.00 times model.generate"
     )
