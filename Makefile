@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 8 minutes.
 	$(BIN)/drafthead fetch smollm2
 	$(BIN)/drafthead generate --target smollm2 --draft assets/smollm2_eagle3 --draft lookup --max-new-tokens 128 \
-		--prompt "How do I write a good commit message? Give me an example."
+		--prompt "How does photosynthesis work?"
 	$(BIN)/drafthead build --target smollm2 --prompts assets/smollm2_prompts/train.jsonl --max-new-tokens 128 \
 		--minutes 8 --compile --output runs/smollm2
 

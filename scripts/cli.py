@@ -76,14 +76,14 @@ GROUPS = {
     "head": Group(
         "A trained head: info, evaluate, doctor, import, export, push.",
         {
-            "info": Verb("What a checkpoint holds, ours or another's.", "runs/mine"),
+            "info": Verb("What a checkpoint holds, ours or another's.", "runs/mine/head"),
             "evaluate": Verb(
                 "How well a head drafts answers, by file and by depth.",
-                "runs/mine --target smollm2 --data test.jsonl",
+                "runs/mine/head --target smollm2 --data test.jsonl",
             ),
             "doctor": Verb(
                 "Why a head is accepted seldom, and what to do.",
-                "runs/mine --target smollm2 --data test.jsonl",
+                "runs/mine/head --target smollm2 --data test.jsonl",
             ),
             "import": Verb(
                 "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
@@ -91,10 +91,10 @@ GROUPS = {
             ),
             "export": Verb(
                 "Write a head for other software, checked against its arithmetic.",
-                "runs/mine --format eagle3-vllm --output served",
+                "runs/mine/head --format eagle3-vllm --output served",
             ),
             "push": Verb(
-                "Put a head on the Hugging Face hub, with a card.", "runs/mine OWNER/NAME"
+                "Put a head on the Hugging Face hub, with a card.", "runs/mine/head OWNER/NAME"
             ),
         },
     ),
@@ -103,15 +103,15 @@ GROUPS = {
         {
             "trace": Verb(
                 "What was drafted and what became of it: a page, or text.",
-                '--target smollm2 --draft runs/mine --prompt "Why is the sky blue?"',
+                '--target smollm2 --draft runs/mine/head --prompt "Why is the sky blue?"',
             ),
             "profile": Verb(
                 "How the time of a step is spent, and what memory allows.",
-                "--target smollm2 --draft runs/mine",
+                "--target smollm2 --draft runs/mine/head",
             ),
             "tree": Verb(
                 "What each size of tree costs and gains here; which is chosen.",
-                "--target smollm2 --draft runs/mine",
+                "--target smollm2 --draft runs/mine/head",
             ),
             "pays": Verb(
                 "Whether a head pays on another machine, by batch and context.",
@@ -119,7 +119,7 @@ GROUPS = {
             ),
             "report": Verb(
                 "A run with its races, traces and findings, as one page to send.",
-                "runs/mine --comparison runs/race",
+                "runs/mine/head --comparison runs/race",
             ),
         },
     ),

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib import resources
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -148,8 +149,9 @@ CompileSwitch = Annotated[
         "them; with --no-compile they run as the model is written."
     ),
 ]
-# What `--init` and `build --family` take, and `head export --format`.
-FAMILIES = "eagle3, eagle3-portable, parallel, medusa, hydra, eagle, mlp_speculator, mtp"
+# What `train --init` and `build --family` take, and `head export --format`.
+FILES = [Path(file.name) for file in resources.files("drafthead.configs").iterdir()]
+FAMILIES = ", ".join(sorted(f.stem for f in FILES if f.suffix == ".yaml" and "demo" not in f.stem))
 FORMATS = (
     "dflash, dflash-transformers, dspark, eagle, eagle3-sglang, eagle3-vllm, hydra, medusa, "
     "medusa-merged, vllm-medusa, mlp, mtp, speculators, drafthead"

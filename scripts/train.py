@@ -51,7 +51,7 @@ def main(
         str | None,
         typer.Option(
             metavar="FAMILY",
-            help=f"Write FILE for this family, and end: {options.FAMILIES}, draft_model.",
+            help=f"Write FILE for this family, and end: {options.FAMILIES}.",
         ),
     ] = None,
     target: Annotated[

@@ -21,6 +21,7 @@ OF_CALLS = {
     "do_sample": "a temperature above 0 samples, and 0, the default, is greedy",
     "max_length": "use max_new_tokens, or generation_config=GenerationConfig(max_length=...)",
     "n": "use num_return_sequences",
+    "rule": "use verifier, as in verifier='match'",
     "stream": "Decoder.stream gives the text piece by piece",
     "top_logprobs": "use logprobs",
     "skip_special_tokens": "texts never have special tokens; result.sequences has them",

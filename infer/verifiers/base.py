@@ -117,7 +117,7 @@ def verifier_for(name: str, temperature: float, sampling_rule: str = "match") ->
     verifier = VERIFIERS[name]
     if verifier.greedy and temperature > 0:
         raise UserError(
-            f"verifier {name!r} would ignore temperature {temperature}: use rejection, or "
+            f"the rule {name!r} would ignore temperature {temperature}: use rejection, or "
             "temperature 0"
         )
     if not verifier.greedy and temperature == 0:

@@ -58,6 +58,8 @@ class StepBar(tqdm):
             disable=not shown,
             mininterval=seconds_between_lines(),
             dynamic_ncols=True,
+            # Without tqdm's rate: of seconds it is 1 a second.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]",
         )
 
     def show(self, done: float, loss: float, right: float, tokens_per_second: float) -> None:
