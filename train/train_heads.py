@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.data.training_rows import Sources, check_writers, training_data
 from drafthead.train.features.kept import kept_features
 from drafthead.train.features.reading import load_target
 from drafthead.train.jobs.console import quiet_libraries, run_launched
 from drafthead.train.jobs.outputs import full_disk_named, only_writer
-from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.learning.engines import (
     HostMemory,
     build_accelerator,

@@ -14,6 +14,7 @@ import torch
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.target.weight_types import LOSSY
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
@@ -24,7 +25,6 @@ from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.supervision import Rendering, special_ids
 from drafthead.train.data.token_table import token_table
-from drafthead.heads.target.weights_hash import weights_fingerprint
 
 # Where a fault begins; what a head has is in the evidence, which the doctor prints of every check.
 GREEDY = 0.97  # tokens that the target chooses first; bfloat16 rounds some ties otherwise

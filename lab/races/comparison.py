@@ -19,6 +19,7 @@ from drafthead.lab.races.race import GENERATE, PLAIN, Record
 
 RESAMPLES = 1000
 
+
 @dataclass(frozen=True)
 class CategoryFigures:
     """How one contestant did on the prompts of one category; `speedup` is over plain decoding.

@@ -11,6 +11,7 @@ from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
@@ -32,7 +33,6 @@ from drafthead.lab.races.race import (
     race,
 )
 from drafthead.lab.races.record import Prompt
-from drafthead.heads.target.weights_hash import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 

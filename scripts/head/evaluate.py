@@ -55,13 +55,13 @@ def main(
     """
     from drafthead.heads.formats.loading import load_head
     from drafthead.heads.storage.files import write_text
+    from drafthead.heads.target.weights_hash import weights_fingerprint
     from drafthead.lab.diagnosis.examination import ranked_answers
     from drafthead.lab.learning_curve import what_more_would_bring
     from drafthead.lab.paying.acceptance_trace import AcceptanceTrace, traced
     from drafthead.lab.races.record import ROW, describe_run, read_answers
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
-    from drafthead.heads.target.weights_hash import weights_fingerprint
     from drafthead.train.learning.evaluation import evaluation_of
     from drafthead.train.run.folder import BEST_FOLDER
 

@@ -24,9 +24,10 @@ from drafthead.infer.engine.planner import PlannerSettings
 from drafthead.infer.request.generation_config import KNOWN, PREPARED
 from drafthead.lab.races.contestants import Answers as Answered
 from drafthead.lab.races.contestants import Ours
-from drafthead.scripts import cli, options
+from drafthead.scripts import cli
 from drafthead.scripts.older_words import renewed
-from drafthead.scripts.options import Answers
+from drafthead.scripts.options import FAMILIES, Answers
+from drafthead.scripts.options import FORMATS as LISTED
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +95,8 @@ def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> 
 
 
 def test_help_lists_the_values_that_there_are(run) -> None:
-    assert {*HEADS} < {*options.FAMILIES.split(", ")}
-    assert {*options.FORMATS.split(", ")} == {*FORMATS}
+    assert {*HEADS} < {*FAMILIES.split(", ")}
+    assert {*LISTED.split(", ")} == {*FORMATS}
     for verb in (["build"], ["head", "evaluate"], ["compare"], ["serve"]):
         help = run(*verb, "--help")[1]
         assert "list[" not in help and ("[default: 0.0]" not in help or verb != ["build"])

@@ -70,7 +70,9 @@ class Turns:
                     rendering.dated(messages[:i], turn.prompt)
                     for i, turn in zip(numbers, stored, strict=True)
                 ]
-                prompts = [one.ids(messages[:i], True) for one, i in zip(dated, numbers, strict=True)]
+                prompts = [
+                    one.ids(messages[:i], True) for one, i in zip(dated, numbers, strict=True)
+                ]
             except UnusableRowError:  # of messages that the template refuses
                 return None
             if prompts != [turn.prompt for turn in stored]:

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.distillation.distilled_file import DistillSettings
-from drafthead.heads.target.weights_hash import weights_fingerprint
 
 # Requests of token ids, with a number as id and a seed; None: no more come.
 Questions: TypeAlias = Queue[ServeRequest | Prompt | None]

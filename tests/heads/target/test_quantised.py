@@ -13,11 +13,11 @@ from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.heads.target.features import NO_FEATURES
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.weight_types import BITSANDBYTES
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import TargetConfig, load_target, read_features
-from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.trainables import new_head
 

@@ -126,7 +126,9 @@ def test_a_plan_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("time", [(), ("--minutes", "0"), ("--hours", "-1")])
 def test_a_build_needs_time(time, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["drafthead", "build", "--target", "t", "--output", "x", *time])
+    monkeypatch.setattr(
+        sys, "argv", ["drafthead", "build", "--target", "t", "--output", "x", *time]
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2 and "give --minutes or --hours" in capsys.readouterr().err

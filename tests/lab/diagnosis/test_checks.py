@@ -14,6 +14,7 @@ from tiny import byte_tokenizer, tiny_llama
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer import Decoder
 from drafthead.lab.diagnosis.checks import CHECKS, planner_of
 from drafthead.lab.diagnosis.examination import Examination, Patient, examine
@@ -23,7 +24,6 @@ from drafthead.train.data.packing import collate
 from drafthead.train.data.supervision import encode_prompt
 from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
-from drafthead.heads.target.weights_hash import weights_fingerprint
 
 ANSWERS, LENGTH = 10, 60
 Change = Callable[[list[int]], list[int]]

@@ -8,10 +8,10 @@ from tiny import write_target
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import TargetConfig, load_target, read_features
-from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.trainables import new_head, trainable
 

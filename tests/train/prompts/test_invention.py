@@ -182,7 +182,9 @@ def test_other_settings_are_refused(tmp_path) -> None:
 def test_a_target_that_brings_nothing_new_ends_the_run(tmp_path) -> None:
     source = FakeSource()
     source.message = lambda number: Message(number, "always the same words", 3, True, False)
-    with pytest.raises(UserError, match=r"nothing new in 20 batches: 1 of 5 messages .*same as another"):
+    with pytest.raises(
+        UserError, match=r"nothing new in 20 batches: 1 of 5 messages .*same as another"
+    ):
         invent(source, tmp_path / "prompts.jsonl", 5)
 
 

@@ -78,7 +78,7 @@ def test_rows_that_processes_cannot_share_are_refused():
 
 
 @pytest.mark.parametrize(
-    "value", ["runs/mine #2", "#1", "a: b", "no", "2", "[x]", "it's \"so\"", "ö" * 90, " ", ""]
+    "value", ["runs/mine #2", "#1", "a: b", "no", "2", "[x]", 'it\'s "so"', "ö" * 90, " ", ""]
 )
 def test_a_text_is_written_as_an_override_that_reads_as_the_text(load, value: str):
     assert load(RUN, written_override("train.output", value)).train.output == value

@@ -12,10 +12,10 @@ from tiny import tiny_llama
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
+from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.data.training_rows import Sources
 from drafthead.train.jobs import outputs
 from drafthead.train.jobs.outputs import full_disk_named
-from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.train.run.folder import Progress, SavedStates, damage, read_progress
 
 SOURCES = Sources("data", "target")
