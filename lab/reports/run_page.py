@@ -29,7 +29,7 @@ from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary
 EXPLAINED = (
     "speedup: over plain decoding on this engine; over generate: over model.generate; tau: tokens "
     "a pass; c: time of drafting over that of a plain step; bound: the speedup that tau and the "
-    "measured phases allow; efficiency: speedup over tau; 8-grams again: share of eight tokens in a "
+    "measured phases allow; efficiency: speedup over tau; 8-grams again: share of 8 tokens in a "
     "row that occurred before in the same answer, as in loops, which flatter tau."
 )
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
