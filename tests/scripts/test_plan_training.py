@@ -86,7 +86,7 @@ def test_a_trial_that_fails_is_reported_and_the_plan_stands(plan, monkeypatch) -
         (("--memory", "0GB"), "--memory must be a size"),
         (("--tokens", "-3"), "--tokens must be above 0"),
         (("--devices", "0"), "--devices must be at least 1"),
-        (("--devices", "3"), "use a multiple of 6"),
+        (("--devices", "3"), "use a multiple of 3"),
         (("train.micro_batch_row=1",), "did you mean train.micro_batch_rows"),
         (("target.name=./nowhere",), "this folder does not exist"),
         (("data.train=nowhere.jsonl",), "nowhere.jsonl"),
