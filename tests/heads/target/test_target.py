@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -12,6 +13,7 @@ from transformers import (
 )
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.target import loading
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 
@@ -100,3 +102,21 @@ def test_hooks_are_gone_after_a_pass(target) -> None:
     target.run(torch.tensor([[1]]), torch.tensor([[0]]), None, FeatureSpec(layers=(0,)))
     assert not target.layers[0]._forward_hooks
     assert not target.final_norm._forward_hooks
+
+
+def test_a_name_that_can_only_be_a_folder_is_refused_before_the_hub_is_asked(monkeypatch) -> None:
+    monkeypatch.setattr(
+        loading.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked")
+    )
+    for name in ("nosuch", "./runs/mine", "a/b/c"):
+        with pytest.raises(UserError, match="this folder does not exist"):
+            loading.configuration_of(name, trust_code=False)
+
+
+def test_a_hub_that_is_away_is_asked_once(monkeypatch) -> None:
+    def away(*_, **__) -> None:
+        raise OSError("no connection") from LocalEntryNotFoundError("nothing in the cache")
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", away)
+    with pytest.raises(UserError, match="OWNER/NAME: .* the hub cannot be reached"):
+        loading.configuration_of("OWNER/NAME", trust_code=False)
