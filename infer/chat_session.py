@@ -38,6 +38,7 @@ class ChatSession:
         self.begin, self.result, self.tokenizer = begin, result, tokenizer
         self.messages: list[Message] = list(messages)
         self.reused = 0  # positions of the last prompt that were not read again
+        self.prompt: Sequence[int] = ()  # of the last turn
         self.past: Past | None = None
         self.method: Method | None = None
 
@@ -64,11 +65,12 @@ class ChatSession:
         messages = [*self.messages, {"role": "user", "content": text}]
         run, method = self.begin(messages)
         self.method = self.method or method
+        [self.prompt] = run.request.prompts
         return self._decoded(run, self.method, messages), run
 
     def _pieces(self, passes: Generator[list[int], None, None]) -> Iterator[str]:
         try:
-            yield from text_pieces(passes, self.tokenizer)
+            yield from text_pieces(passes, self.tokenizer, self.prompt)
         finally:
             passes.close()
 
@@ -101,5 +103,5 @@ class ChatSession:
         """Remember the answer to `messages` and what was read for it."""
         prompt, answer = run.request.prompts[0], run.batch.rows[0].tokens
         self.past = Past(stepper.cache, session, [*prompt, *answer])
-        text = texts_of([answer], self.tokenizer)[0]
+        text = texts_of([answer], self.tokenizer, after=[prompt])[0]
         self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -179,7 +179,8 @@ class Decoder:
         run, emissions = self._begin(prompt, settings)
         if len(run.request.prompts) > 1:
             raise UserError("stream takes one prompt; use generate or steps for a batch")
-        pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer)
+        [before] = run.request.prefixes or run.request.prompts
+        pieces = text_pieces((emitted[0] for emitted in emissions), self.tokenizer, before)
         return Stream(pieces, run.stats, lambda: self.result(run))
 
     def steps(

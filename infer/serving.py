@@ -60,7 +60,9 @@ def answer_of(gain: Gain, tokenizer: PreTrainedTokenizerBase | None) -> Answer:
     row, tokens, error = gain.row, gain.row.tokens, None
     if row.failed:
         error, tokens = no_token_in("the prompt", tokens), tokens[:-1]
-    text = texts_of([tokens], tokenizer)[0] if tokenizer else ""
+    request = gain.ticket.request
+    before = request.prefixes or request.prompts
+    text = texts_of([tokens], tokenizer, after=before)[0] if tokenizer else ""
     reason = row.finish_reason if error is None else None
     return Answer(gain.ticket.id, tokens, text, reason, row.accept_lengths, error, row.reused)
 

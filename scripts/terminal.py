@@ -94,7 +94,7 @@ def messages() -> Iterator[str]:
 def print_turn(session: ChatSession, message: str, console: Console, show_drafts: bool) -> None:
     """Print the answer to a message while it is decoded, then a line about its speed."""
     passes = session.steps(message)
-    text = GrowingAnswer(session.tokenizer)
+    text = GrowingAnswer(session.tokenizer, after=session.prompt)
     try:
         for tokens in passes:
             for place, token in enumerate(tokens):

@@ -61,6 +61,7 @@ def refuse_batch(answers: int) -> None:
 def result_of(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:
     """What a run has decoded so far; another thread may be decoding it. Of beams: at its end."""
     rows, record, prompts = run.batch.rows, run.record, run.request.prompts
+    before = run.request.prefixes or prompts
     sequences = [list(row.tokens) for row in rows]
     found = DecodeResult(
         sequences=sequences,
@@ -81,4 +82,7 @@ def result_of(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> Decod
             prompt_lengths=[len(prompts[answer.prompt]) for answer in answers],
             scores=[answer.score for answer in answers],
         )
-    return replace(found, decoded=texts_of(found.sequences, tokenizer)) if tokenizer else found
+        before = [before[answer.prompt] for answer in answers]
+    if tokenizer is None:
+        return found
+    return replace(found, decoded=texts_of(found.sequences, tokenizer, after=before))

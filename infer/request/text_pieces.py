@@ -1,38 +1,61 @@
 """From token ids back to text: whole answers, and piece by piece."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
 
+CONTEXT = 16  # tokens of a prompt that are decoded again, before its answer
+
 
 def texts_of(
     sequences: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
     skip_special: bool = True,
+    after: Sequence[Sequence[int]] | None = None,
 ) -> list[str]:
-    """The text of each sequence of token ids, without special tokens unless these are wanted.
+    """What each sequence of token ids adds to the text of its prompt in `after`.
 
-    Bytes that are no character become U+FFFD. Spaces stay as the tokens have them: text that is
-    cleaned up afterwards could not be shown piece by piece.
+    Without prompts each is a text by itself, whose first space some tokenizers strip. Special
+    tokens are left out unless they are wanted. Bytes that are no character become U+FFFD. Spaces
+    stay as the tokens have them: text that is cleaned up afterwards could not be shown piece by
+    piece.
     """
-    lists = [list(tokens) for tokens in sequences]
-    return tokenizer.batch_decode(
+    contexts = [context_of(prompt, tokenizer, skip_special) for prompt in after or ()]
+    contexts = contexts or [([], 0)] * len(sequences)
+    lists = [[*ids, *tokens] for (ids, _), tokens in zip(contexts, sequences, strict=True)]
+    texts = tokenizer.batch_decode(
         lists, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
     )
+    return [text[start:] for text, (_, start) in zip(texts, contexts, strict=True)]
+
+
+def context_of(
+    prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase, skip_special: bool = True
+) -> tuple[list[int], int]:
+    """The last tokens of a prompt, and how many characters of text they are.
+
+    They are so many that what follows them does not begin a text, if the prompt has any text. Half
+    of a character at the end is not counted: an answer may complete it.
+    """
+    for count in (CONTEXT, len(prompt)):
+        ids = [*prompt[-count:]]
+        if text := texts_of([ids], tokenizer, skip_special)[0]:
+            return ids, len(text.rstrip("\ufffd"))
+    return ids, 0
 
 
 def text_pieces(
-    tokens: Iterator[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+    tokens: Iterator[Sequence[int]], tokenizer: PreTrainedTokenizerBase, after: Sequence[int] = ()
 ) -> Iterator[str]:
     """Text as soon as its tokens are there, one piece for each of the sequences that has some.
 
     The pieces joined are the text that `texts_of` returns. Raises UserError, when the first piece
     is asked for, for a tokenizer implemented in Python.
     """
-    text = GrowingAnswer(tokenizer)
+    text = GrowingAnswer(tokenizer, after=after)
     for committed in tokens:
         if piece := "".join(map(text.add, committed)):
             yield piece
@@ -43,19 +66,36 @@ def text_pieces(
 class GrowingAnswer:
     """An answer's text, token by token: never half a character, special tokens where wanted."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special: bool = True):
-        """Raises UserError for a tokenizer implemented in Python."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_special: bool = True,
+        after: Sequence[int] = (),
+        shown: Collection[int] = (),
+    ):
+        """`after` is the prompt; `shown` are special tokens whose names are part of the text.
+
+        Raises UserError for a tokenizer implemented in Python.
+        """
         if not tokenizer.is_fast:
             raise UserError("streaming needs a fast tokenizer; this one is implemented in Python")
-        self.tokenizer, self.skip_special = tokenizer, skip_special
+        self.tokenizer, self.skip_special, self.shown = tokenizer, skip_special, shown
         self._waits = waiting_tokens(tokenizer)
-        self._stream = DecodeStream(skip_special_tokens=skip_special)
-        self._tokens: list[int] = []
-        self._waiting: list[int] = []
-        self._shown = 0  # characters
+        self._begin(after)
+
+    def _begin(self, after: Sequence[int]) -> None:
+        """Show what follows these tokens."""
+        self._tokens, self._start = context_of(after, self.tokenizer, self.skip_special)
+        self._waiting = [*self._tokens]
+        self._stream = DecodeStream(skip_special_tokens=self.skip_special)
+        self._given = 0  # characters that the stream has returned, the context's included
 
     def add(self, token: int) -> str:
         """The text that is complete with this token and was not before; maybe none."""
+        if token in self.shown:
+            piece = self.rest() + str(self.tokenizer.decode([token]))
+            self._begin([*self._tokens, token])
+            return piece
         self._tokens.append(token)
         self._waiting.append(token)
         if token in self._waits:
@@ -63,12 +103,13 @@ class GrowingAnswer:
         # The stream returns None until the bytes of a character are complete.
         piece = self._stream.step(self.tokenizer.backend_tokenizer, self._waiting) or ""
         self._waiting = []
-        self._shown += len(piece)
-        return piece
+        seen, self._given = max(0, self._start - self._given), self._given + len(piece)
+        return piece[seen:]
 
     def rest(self) -> str:
         """What is left at the end: a character that is incomplete then becomes U+FFFD."""
-        return texts_of([self._tokens], self.tokenizer, self.skip_special)[0][self._shown :]
+        [text] = texts_of([self._tokens], self.tokenizer, self.skip_special)
+        return text[max(self._start, self._given) :]
 
 
 def waiting_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -35,7 +35,7 @@ def spans(trace: Trace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
     The texts of all but the rejected ones, joined, are the answer's text.
     """
     [answer] = trace.result.sequences
-    text = GrowingAnswer(tokenizer)
+    text = GrowingAnswer(tokenizer, after=trace.prompt)
     yield Span(text.add(answer[0]), "own", -1, None)
     left = len(answer) - 1
     for number, step in enumerate(trace.steps):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.request.text_pieces import text_pieces, texts_of
+from drafthead.infer.request.text_pieces import GrowingAnswer, text_pieces, texts_of
 
 TOKENIZER = byte_tokenizer()
 
@@ -67,6 +67,30 @@ def test_pieces_joined_are_the_whole_text_of_any_tokens(make) -> None:
         (whole,) = texts_of([ids], tokenizer)
         assert "".join(text_pieces(iter(steps), tokenizer)) == whole, ids
         assert whole == tokenizer.decode(ids, skip_special_tokens=True)
+        prompt = chance.choices(range(len(tokenizer)), k=chance.randrange(40))
+        [rest] = texts_of([ids], tokenizer, after=[prompt])
+        assert "".join(text_pieces(iter(steps), tokenizer, prompt)) == rest, (prompt, ids)
+
+
+def test_what_follows_a_prompt_keeps_its_first_space() -> None:
+    """Tokenizers of Llama 2's kind strip the first space of a text."""
+    tokenizer = byte_fallback_tokenizer()
+    a, b, end, special = tokenizer.convert_tokens_to_ids(["▁a", "▁b", "<0x0A>", "</s>"])
+    long = [a] + [special] * 30
+    prompts = [[], [special], [a], long, [a, end]]
+    assert texts_of([[b, a]] * 5, tokenizer, after=prompts) == ["b a", "b a", *[" b a"] * 3]
+    assert texts_of([[b]], tokenizer) == ["b"]
+    halves = tokenizer.convert_tokens_to_ids(["<0xC3>", "<0xA9>"])
+    assert texts_of([halves[1:]], tokenizer, after=[[a, *halves[:1]]]) == ["é"]
+    assert "".join(text_pieces(iter([halves[1:], [b]]), tokenizer, [a, *halves[:1]])) == "é b"
+
+
+def test_some_special_tokens_can_be_shown() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    unknown, end, a = tokenizer.convert_tokens_to_ids(["<unk>", "</s>", "▁a"])
+    text = GrowingAnswer(tokenizer, after=[a], shown=[end])
+    pieces = [text.add(token) for token in (a, unknown, end, a, end)]
+    assert "".join(pieces) + text.rest() == " a</s> a</s>"
 
 
 def test_an_incomplete_last_character_is_shown() -> None:
