@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -16,20 +16,35 @@ CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 class AnswerText(Stop):
     """The text of one answer, token by token; a stop string ends the answer and is not in it.
 
-    Only what the answer itself says is compared with stop strings, and never half a character.
+    Stop strings are looked for in the bytes of all tokens that the answer itself has, as
+    `model.generate` does: special tokens that are not shown are among them.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        bytes_of: Callable[[int], bytes],
         stops: Sequence[str] = (),
         stop_ids: frozenset[int] = frozenset(),
         skip_special: bool = True,
+        prompt: Sequence[int] = (),
+        calls_tools: bool = False,
     ):
-        """`stop_ids` are tokens that end the answer; special tokens may be part of its text."""
+        """`bytes_of` tells those of a token; `stop_ids` are tokens that end the answer.
+
+        Special tokens may be part of its text, and those that mark calls always are.
+        """
         super().__init__((), ())
-        self.growing = GrowingAnswer(tokenizer, skip_special)
-        self.stops, self.stop_ids = stops, stop_ids
+        special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+        marks = tokenizer.convert_tokens_to_ids([CALL, END_OF_CALL]) if calls_tools else []
+        shown = special.intersection(marks)
+        self.hidden = special - shown if skip_special else set[int]()
+        self.growing = GrowingAnswer(tokenizer, skip_special, prompt, shown)
+        self.bytes_of, self.stop_ids = bytes_of, stop_ids
+        self.stops = [stop.encode() for stop in stops]
+        self.longest = max(map(len, self.stops), default=0)
+        self.read = bytearray()  # of all tokens
+        self.begins: list[tuple[int, bool]] = []  # of each token's bytes, and whether they are shown
         self.said = ""
         self.places: list[int] = []  # where the text of each token begins
         self.drafted: list[bool] = []  # of each token that was shown
@@ -41,15 +56,30 @@ class AnswerText(Stop):
         before = len(self.said)
         self.places.append(before)
         if token in self.stop_ids:
-            self.stopped = True
+            self.said, self.stopped = self.said + self.growing.rest(), True
             return "stop_string"
         self.said += self.growing.add(token)
-        start = max(0, before - max(map(len, self.stops), default=0))
-        found = [place for stop in self.stops if (place := self.said.find(stop, start)) >= 0]
+        if not self.stops:
+            return None
+        start = max(0, len(self.read) - self.longest)
+        self.begins.append((len(self.read), token not in self.hidden))
+        self.read += self.bytes_of(token)
+        found = [place for stop in self.stops if (place := self.read.find(stop, start)) >= 0]
         if not found:
             return None
-        self.said, self.stopped = self.said[: min(found)], True
+        self.said += self.growing.rest()
+        self.said, self.stopped = self.said[: self._end_of_text(min(found))], True
         return "stop_string"
+
+    def _end_of_text(self, place: int) -> int:
+        """How many characters of the text so far come before a place of the bytes."""
+        parts, end = list[bytes](), len(self.read)
+        for begin, is_shown in reversed(self.begins):
+            if end <= place:
+                break
+            parts += [bytes(self.read[max(begin, place) : end])] if is_shown else []
+            end = begin
+        return max(0, len(self.said) - len(b"".join(reversed(parts)).decode(errors="replace")))
 
     def show(self, drafted: Sequence[bool], ended: bool) -> list[tuple[str, bool]]:
         """The text that can be shown now and was not before, in parts that were drafted or not.
@@ -59,7 +89,9 @@ class AnswerText(Stop):
         self.drafted += drafted
         if ended and not self.stopped:
             self.said += self.growing.rest()
-        end = len(self.said) if ended else len(self.said) - held(self.said, self.stops)
+        end = len(self.said)
+        if not ended:
+            end = self._end_of_text(len(self.read) - held(self.read, self.stops))
         marks = [*self.places[1 : len(self.drafted)], len(self.said)]
         parts: list[tuple[str, bool]] = []
         for mark, is_drafted in zip(marks, self.drafted, strict=False):
@@ -75,8 +107,8 @@ class AnswerText(Stop):
         return parts
 
 
-def held(text: str, marks: Sequence[str]) -> int:
-    """How many last characters of a text may begin a mark: 2 of ``a<t`` for ``<tool>``."""
+def held(text: AnyStr | bytearray, marks: Sequence[AnyStr]) -> int:
+    """How many last characters of a text, or bytes, may begin a mark: 2 of ``a<t`` for ``<tool>``."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     ends = range(longest, 0, -1)
     return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)

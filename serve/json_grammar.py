@@ -5,7 +5,8 @@ breaks the grammar is never accepted, and the answer is that of plain decoding u
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -27,27 +28,39 @@ class JsonGrammars:
         self.decoder = decoder
 
     @cached_property
-    def tokens(self) -> LLTokenizer:
-        """The target's tokens as llguidance has them; it takes a moment."""
-        ends = sorted(self.decoder.end_ids)
-        return from_tokenizer(
-            self.decoder.tokenizer,  # type: ignore[arg-type]  # the server has seen that it is one
-            n_vocab=self.decoder.target.vocab_size,
-            eos_token=ends,
-        )
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer in a form: the target's, or else the tokenizer's own."""
+        assert self.decoder.tokenizer is not None
+        ends = self.decoder.end_ids or {self.decoder.tokenizer.eos_token_id}
+        size = self.decoder.target.vocab_size
+        return frozenset(end for end in ends if end is not None and end < size)
 
-    def mask(self, wanted: dict[str, Any], prompt_length: int) -> "GrammarMask | None":
-        """The mask of a `response_format`; None for text. Raises ApiError 400 for another."""
-        kind = wanted.get("type")
-        if kind == "text":
-            return None
-        schema: Any = {"type": "object"}
-        if kind == "json_schema":
-            schema = (wanted.get("json_schema") or {}).get("schema")
-        if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-            raise ApiError(
-                400, "response_format is text, json_object, or json_schema with a schema", FIELD
-            )
+    @cached_property
+    def tokens(self) -> LLTokenizer | None:
+        """The tokens as llguidance has them; None for a tokenizer whose bytes it does not know.
+
+        It takes a moment.
+        """
+        tokenizer = self.decoder.tokenizer
+        assert tokenizer is not None
+        size = max(self.decoder.target.vocab_size, len(tokenizer))
+        with suppress(ValueError):
+            return from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(self.ends) or None)  # type: ignore[arg-type]
+        return None
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        if self.tokens is None:
+            return str(self.decoder.tokenizer.decode([token])).encode()  # type: ignore[union-attr]
+        return self.tokens.decode_bytes([token])
+
+    def mask(self, schema: Any, prompt_length: int, least: int) -> "GrammarMask":
+        """The mask that keeps an answer in the form of a schema, from `least` tokens on to its end.
+
+        Raises ApiError 400 for a schema that allows no text, and for a target without an end.
+        """
+        if self.tokens is None or not self.ends:
+            raise ApiError(400, "this model's tokens have no known bytes, or no end", FIELD)
         # Without free white space, which small models would write for ever.
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), defaults={"whitespace_flexible": False}
@@ -55,25 +68,38 @@ class JsonGrammars:
         matcher = LLMatcher(self.tokens, grammar)
         if matcher.is_error():
             raise ApiError(400, f"the JSON schema is refused: {matcher.get_error()}", FIELD)
-        return GrammarMask(matcher, self.decoder.target.vocab_size, prompt_length)
+        mask = GrammarMask(matcher, self.tokens.vocab_size, prompt_length, self.ends, least)
+        mask.allowed([])
+        if matcher.is_stopped():
+            raise ApiError(400, "the JSON schema is refused: no text has this form", FIELD)
+        return mask
 
 
 class GrammarMask(LogitsProcessor):
     """Minus infinity for every token that the grammar does not allow after an answer's tokens."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, prompt_length: int):
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        prompt_length: int,
+        ends: Collection[int],
+        least: int,
+    ):
+        """Of an answer of fewer tokens than `least` the end is allowed where nothing else is."""
         self.matcher, self.prompt_length = matcher, prompt_length
+        self.ends, self.least = sorted(ends), least
         self.path: list[int] = []  # tokens that the matcher has read
         self.words = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
         self.places = torch.arange(32, dtype=torch.int32)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The masked scores [M, V] after input_ids [M, T]."""
-        rows = [self._allowed(ids) for ids in input_ids[:, self.prompt_length :].tolist()]
+        rows = [self.allowed(ids) for ids in input_ids[:, self.prompt_length :].tolist()]
         allowed = torch.stack(rows)[:, : scores.shape[1]].to(scores.device)
         return scores.masked_fill(~allowed, -torch.inf)
 
-    def _allowed(self, answer: Sequence[int]) -> torch.Tensor:
+    def allowed(self, answer: Sequence[int]) -> torch.Tensor:
         """Which tokens [V] may follow the answer; the nodes of a tree come in any order."""
         pairs = zip(self.path, answer, strict=False)
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
@@ -86,4 +112,8 @@ class GrammarMask(LogitsProcessor):
             return torch.zeros(32 * len(self.words), dtype=torch.bool)
         self.matcher.unsafe_compute_mask_ptr(self.words.data_ptr(), self.words.numel() * 4)
         bits = (self.words[:, None] >> self.places) & 1
-        return bits.flatten().bool()
+        allowed = bits.flatten().bool()
+        if len(answer) < self.least:
+            longer = allowed.index_fill(0, torch.tensor(self.ends), False)
+            return longer if longer.any() else allowed
+        return allowed

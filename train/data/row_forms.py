@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from drafthead.heads.errors import UserError
 from drafthead.heads.target.chat_template import RESERVED
+from drafthead.infer.request.messages import with_calls
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_sources import Row
 
@@ -275,6 +277,10 @@ def _message(columns: _Columns, raw: Any) -> Message:
         )
     own = ("role", "content") if key == "content" else ("from", "value", "content")
     others = {name: value for name, value in given.items() if name not in own}
+    try:
+        others = dict(with_calls(others))
+    except UserError as error:
+        raise columns.refused(str(error)) from error
     return {"role": role, "content": _text(columns, role, given.get(key), others), **others}
 
 

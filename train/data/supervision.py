@@ -19,6 +19,7 @@ from drafthead.heads.target.chat_template import (
     template_options,
 )
 from drafthead.heads.target.loading import vocabulary_of
+from drafthead.infer.request.messages import Messages, as_template_reads
 from drafthead.train.data.conversations import (
     IDS_COLUMN,
     AnswerTokens,
@@ -61,21 +62,33 @@ class Rendering:
 
     def text(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """The text of some messages; UnusableRowError if the template refuses them."""
+        return self._as_read(messages, add_generation_prompt)[1]
+
+    def _as_read(
+        self, messages: list[Message], add_generation_prompt: bool = False
+    ) -> tuple[list[Message], str]:
+        """Messages in the form that the template reads, and their text; raises as `text`."""
         options = {**template_options(self.tokenizer), **self.template_arguments}
-        try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-                )
+
+        def write(each: Messages) -> str:
+            text = self.tokenizer.apply_chat_template(
+                [*map(dict, each)],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **options,
             )
-            text.encode()  # a template may cut a character in half, or find one in an argument
+            str(text).encode()  # a template may cut a character in half, or find one in an argument
+            return str(text)
+
+        try:
+            read, text = as_template_reads(messages, write)
         except Exception as error:  # templates are programs of their own, and raise many kinds
             roles = ", ".join(message["role"] for message in messages)
             raise UnusableRowError(
                 f"{self.where}: the chat template refuses the roles {roles} ({error}); "
                 "remove or merge the messages that it does not accept"
             ) from error
-        return text
+        return [*map(dict, read)], text
 
     def ids(self, messages: list[Message], add_generation_prompt: bool = False) -> list[int]:
         """Token ids [T] of some messages, or those that ask for the next answer; raises as text."""
@@ -120,7 +133,8 @@ class Rendering:
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         options = {**template_options(tokenizer), **self.template_arguments}
-        own = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+        read, _ = self._as_read(messages)
+        own = tokenizer.apply_chat_template(read, return_dict=False, **options)
         if found["input_ids"] != own:
             raise UserError(
                 f"{self.where}: the tokenizer's own chat encoding differs from that of the text"
