@@ -42,7 +42,7 @@ class Method:
         if self.memory is None:
             return None
         with run.stats.phase("prefill"):
-            return self.memory.recall(run.request.prompts, self.drafter)
+            return self.memory.recall(run.request.prompts, self.drafter, run.request.cache_salt)
 
     @torch.no_grad()
     def read(self, run: BatchRun) -> Past:

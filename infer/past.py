@@ -22,6 +22,7 @@ class Past(Known):
     """Tokens that were read, and what the target and the drafter know of them."""
 
     tokens: Sequence[int]  # the last ones may not be in the cache
+    salt: str = ""  # of the request that it was read for
 
     def reusable(self, prompts: Sequence[Sequence[int]]) -> int:
         """Positions of this past, of one row, that also begin all prompts.
@@ -56,12 +57,12 @@ class Memory:
         self.kept: list[tuple[Past, Any]] = []  # of answers, the last ones
         self.most_kept = 0
 
-    def known(self) -> list[Past]:
-        """What the model would read in the same way today."""
+    def known(self, salt: str = "") -> list[Past]:
+        """What was read for requests of a salt, and the model would read in the same way today."""
         if not (pasts := [*self.pasts, *self.kept]):  # another thread may add one meanwhile
             return []
         now = state_of(self.model)
-        return [past for past, state in pasts if state == now]
+        return [past for past, state in pasts if state == now and past.salt == salt]
 
     def add(self, past: Past) -> None:
         """Remember a prompt of one row that was read to its end."""
@@ -77,15 +78,17 @@ class Memory:
         rest = [
             (old, state)
             for old, state in self.kept
-            if common_prefix(old.tokens, past.tokens) < len(old.tokens)
+            if common_prefix(old.tokens, past.tokens) < len(old.tokens) or old.salt != past.salt
         ]
         self.kept = [*rest, (past, state_of(self.model))][-self.most_kept :]
 
-    def recall(self, prompts: Sequence[Sequence[int]], drafter: Drafter) -> Past | None:
+    def recall(
+        self, prompts: Sequence[Sequence[int]], drafter: Drafter, salt: str = ""
+    ) -> Past | None:
         """A copy, a row for each prompt, of the longest beginning that all prompts have in common
         with a remembered one; None where there is none that saves time.
         """
-        plain, known = isinstance(drafter, NoDrafter), self.known()
+        plain, known = isinstance(drafter, NoDrafter), self.known(salt)
         # An answer that was decoded plainly has left nothing that a drafter could go on from.
         known = [past for past in known if plain or not isinstance(past.session, NoDraft)]
         length, past = longest_of(known, prompts)

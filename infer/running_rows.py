@@ -123,9 +123,11 @@ class ServedRows:
             run, cache = self.stepper.run, self.stepper.cache
             for place in places:
                 number = run.batch.running[place]
-                tokens = [*self.tickets[number].request.prompts[0], *run.batch.rows[number].tokens]
+                request = self.tickets[number].request
+                tokens = [*request.prompts[0], *run.batch.rows[number].tokens]
                 row = torch.tensor([place], device=self.stepper.target.device)
-                memory.keep(Past(chosen(cache, row), chosen(self.session, row), tokens))
+                past = (chosen(cache, row), chosen(self.session, row), tokens)
+                memory.keep(Past(*past, request.cache_salt))
 
         self.stepper.before_end = kept
 
@@ -181,10 +183,12 @@ class RunningRows:
         Prompts that begin with the same remembered one are read together.
         """
         groups: dict[object, list[Ticket]] = defaultdict(list)
-        known = self.memory.known()
+        salts = {ticket.request.cache_salt for ticket in tickets}
+        known = {salt: self.memory.known(salt) for salt in salts}
         for ticket in tickets:
-            _, past = longest_of(known, ticket.request.prompts)
-            groups[Way.of(ticket.request), id(past)].append(ticket)
+            salt = ticket.request.cache_salt
+            _, past = longest_of(known[salt], ticket.request.prompts)
+            groups[Way.of(ticket.request), salt, id(past)].append(ticket)
         return [
             gain
             for group in groups.values()

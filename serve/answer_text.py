@@ -3,10 +3,11 @@
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, AnyStr
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.infer.request.messages import read_call
 from drafthead.infer.request.stopping import FinishReason, Stop
 from drafthead.infer.request.text_pieces import GrowingAnswer
 
@@ -44,7 +45,9 @@ class AnswerText(Stop):
         self.stops = [stop.encode() for stop in stops]
         self.longest = max(map(len, self.stops), default=0)
         self.read = bytearray()  # of all tokens
-        self.begins: list[tuple[int, bool]] = []  # of each token's bytes, and whether they are shown
+        self.begins: list[
+            tuple[int, bool]
+        ] = []  # of each token's bytes, and whether they are shown
         self.said = ""
         self.places: list[int] = []  # where the text of each token begins
         self.drafted: list[bool] = []  # of each token that was shown
@@ -108,7 +111,7 @@ class AnswerText(Stop):
 
 
 def held(text: AnyStr | bytearray, marks: Sequence[AnyStr]) -> int:
-    """How many last characters of a text, or bytes, may begin a mark: 2 of ``a<t`` for ``<tool>``."""
+    """How many last characters, or bytes, may begin a mark: 2 of ``a<t`` for ``<tool>``."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     ends = range(longest, 0, -1)
     return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)
@@ -146,9 +149,10 @@ class ToolCalls:
         """A call as OpenAI writes it; None for what is none."""
         try:
             given = json.loads(body)
-            arguments = given.get("arguments", given.get("parameters", {}))
-            function = {"name": str(given["name"]), "arguments": json.dumps(arguments)}
-        except (ValueError, AttributeError, KeyError, TypeError):
+            arguments = given.get("arguments", given.get("parameters"))
+            read = read_call({"name": given["name"], "arguments": arguments})
+            function = {**read, "arguments": json.dumps(read["arguments"], ensure_ascii=False)}
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             return None
         number, self.count = self.count, self.count + 1
         name = f"call_{secrets.token_hex(12)}"

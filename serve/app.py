@@ -3,20 +3,27 @@
 import asyncio
 import hmac
 import json
+import re
 import signal
+import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,7 +31,7 @@ from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.serve import responses
 from drafthead.serve.decode_loop import DecodeLoop, Inbox
-from drafthead.serve.errors import ApiError, error_body
+from drafthead.serve.errors import ApiError, error_body, not_supported
 from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
@@ -33,11 +40,16 @@ from drafthead.serve.protocol import (
     Reader,
     TextRequest,
     TokensRequest,
-    message_for_template,
-    token_ids,
 )
 
 OPEN_PATHS = ("/", "/health", "/metrics", "/favicon.ico")  # without a key
+# What browsers are told: run nothing, show nothing within another page, guess no types.
+CAREFUL = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 GONE = 499  # nginx's status of a client that has not waited for the answer
 Found = TypeVar("Found")
 
@@ -53,10 +65,46 @@ class ServerOptions:
     max_length: int | None = None  # tokens of a prompt and its answer; None: the target's context
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names of this machine that have a dot, or *
+    prefix_cache: bool = True  # go on from what was read for earlier answers
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request is refused before it is read."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        # Others can make a name with a dot lead here, for a page in a browser of this machine.
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        known = "." not in name or is_address(name) or {name.lower(), "*"} & {*self.allowed_hosts}
+        if not known:
+            return ApiError(403, f"{name} is not a name of this server: see --allowed-host")
+        asking = {origin, "*"} & {*self.cors_origins}
+        if origin is not None and not asking and urlsplit(origin).netloc != host:
+            return ApiError(403, "pages of this origin may not ask: see --cors-origin")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(), (self.api_key or "").encode())
+        needs_key = self.api_key is not None and scope["path"] not in OPEN_PATHS
+        if needs_key and not (scheme.lower() == "bearer" and is_right):
+            return ApiError(401, "the API key is missing or wrong")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.max_body:
+            return self.too_long
+        return None
+
+    @property
+    def too_long(self) -> ApiError:
+        """The error of a request that has too many bytes."""
+        return ApiError(413, f"the request has more than {self.max_body} bytes")
+
+
+def is_address(name: str) -> bool:
+    """Whether the host of a URL is an IP address, and no name."""
+    with suppress(ValueError):
+        return bool(ip_address(name.strip("[]")))
+    return False
 
 
 class Gate:
-    """Refuses requests without the key, and those that are too long to be read."""
+    """Refuses requests that may not be asked, and adds headers that keep browsers careful."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions):
         self.app, self.options = app, options
@@ -65,16 +113,17 @@ class Gate:
         """Let a request through, or answer with its error."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        key, most = self.options.api_key, self.options.max_body
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        too_long = f"the request has more than {most} bytes"
-        if key and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(given, key.encode()):
-            refusal = error_body(401, "the API key is missing or wrong")
-            return await JSONResponse(refusal, 401)(scope, receive, send)
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > most:
-            return await JSONResponse(error_body(413, too_long), 413)(scope, receive, send)
+
+        async def careful(message: Message) -> None:
+            """Send a part of the response."""
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in CAREFUL.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        if (refusal := self.options.refusal(scope)) is not None:
+            return await answer_to(refusal)(scope, receive, careful)
         seen = 0
 
         async def counted() -> Message:
@@ -82,11 +131,11 @@ class Gate:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > most:
-                raise ApiError(413, too_long)
+            if seen > self.options.max_body:
+                raise self.options.too_long
             return message
 
-        return await self.app(scope, counted, send)
+        return await self.app(scope, counted, careful)
 
 
 class Server:
@@ -101,7 +150,8 @@ class Server:
         lengths = [each for each in (options.max_length, decoder.max_length) if each]
         self.max_length = min(lengths, default=1 << 20)
         self.metrics = Metrics(options.model_name)
-        decoder.memory.most_kept = options.max_batch
+        decoder.memory.most_kept = options.max_batch if options.prefix_cache else 0
+        self.started = int(time.time())
         self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, options.max_queue)
         self.reader = Reader(decoder, self.metrics, self.max_length, JsonGrammars(decoder))
         # One thread: tokenizers are not made for several.
@@ -115,18 +165,25 @@ class Server:
         self, asked: ChatRequest | CompletionRequest, request: Request
     ) -> Response | dict[str, Any]:
         """The response to a request for answers."""
-        if asked.model not in (None, self.options.model_name):
-            raise ApiError(
-                404, f"there is no model {asked.model}, only {self.options.model_name}", "model"
-            )
+        self.refuse_other(asked.model)
         inbox = Inbox()
         jobs = await self.read(lambda: self.reader.jobs(asked, inbox))
-        found = responses.Response(asked, jobs, self.loop, self.tokenizer, self.options.model_name)
-        self.loop.submit(jobs)
+        most = self.options.max_queue + self.options.max_batch
+        if len(jobs) > most:
+            raise ApiError(400, f"a request may have {most} answers here, not {len(jobs)}", "n")
+        found = responses.Response(asked, jobs, self.loop, self.reader, self.options.model_name)
+        found.submit()
         if asked.stream:
-            return StreamingResponse(found.stream(), media_type="text/event-stream")
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return StreamingResponse(found.stream(), 200, headers, "text/event-stream")
         whole = await unless_gone(request, found.whole())
         return Response(status_code=GONE) if whole is None else whole
+
+    def refuse_other(self, model: str | None) -> None:
+        """Raise ApiError 404 for a model that is not the one that is served."""
+        name = self.options.model_name
+        if model not in (None, name):
+            raise ApiError(404, f"there is no model {model}, only {name}", "model")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found | None:
@@ -159,7 +216,14 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
         yield
         await asyncio.to_thread(server.loop.stop)
 
-    app = FastAPI(title="drafthead", version=version("drafthead"), lifespan=lifespan)
+    app = FastAPI(
+        title="drafthead",
+        version=version("drafthead"),
+        lifespan=lifespan,
+        docs_url=None,  # its page loads scripts of others
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.server = server
     app.add_middleware(Gate, options=options)
     if options.cors_origins:
@@ -182,19 +246,28 @@ def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
     uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)
 
 
+def answer_to(error: HTTPException) -> JSONResponse:
+    """The response to a request that is refused, or that failed."""
+    body = error_body(error.status_code, str(error.detail), getattr(error, "param", None))
+    own = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+    headers = {**(error.headers or {}), **own.get(error.status_code, {})}
+    return JSONResponse(body, error.status_code, headers)
+
+
 def add_errors(app: FastAPI) -> None:
     """Errors become OpenAI's JSON."""
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        param = getattr(error, "param", None)
-        headers = {"Retry-After": "1"} if error.status_code == 429 else None
-        body = error_body(error.status_code, str(error.detail), param)
-        return JSONResponse(body, error.status_code, headers)
+        return answer_to(error)
 
     @app.exception_handler(UserError)
     async def unfit(_: Request, error: UserError) -> JSONResponse:
-        return JSONResponse(error_body(400, str(error)), 400)
+        return answer_to(ApiError(400, str(error)))
+
+    @app.exception_handler(Exception)  # it is logged with its traceback
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return answer_to(ApiError(500, f"the server failed: {type(error).__name__}"))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -203,8 +276,10 @@ def add_errors(app: FastAPI) -> None:
         field = ".".join(str(part) for part in first["loc"][1:])
         if first["type"] == "json_invalid" or not field:
             message = "the body is no JSON object, or Content-Type is not application/json"
-            return JSONResponse(error_body(400, message), 400)
-        return JSONResponse(error_body(400, f"{field}: {first['msg']}", field), 400)
+            return answer_to(ApiError(400, message))
+        if first["type"] == "extra_forbidden":
+            return answer_to(not_supported(field))
+        return answer_to(ApiError(400, f"{field}: {first['msg']}", field))
 
 
 def add_answers(app: FastAPI, server: Server) -> None:
@@ -213,8 +288,6 @@ def add_answers(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(asked: ChatRequest, request: Request) -> Response | dict[str, Any]:
         """The next message of a conversation."""
-        if not server.tokenizer.chat_template:
-            raise ApiError(400, "this model has no chat template: use /v1/completions")
         return await server.answer(asked, request)
 
     @app.post("/v1/completions", response_model=None)
@@ -225,49 +298,68 @@ def add_answers(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(asked: TextRequest) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
-        if asked.messages is not None:
-            chat = ChatRequest(messages=[*map(message_for_template, asked.messages)])
-            [ids] = await server.read(lambda: chat.prompts(server.decoder))
-        else:
-            ids = await server.read(lambda: token_ids(asked.prompt or "", server.decoder))
+        server.refuse_other(asked.model)
+        [ids] = await server.read(lambda: asked.prompts(server.decoder))
         return {"tokens": ids, "count": len(ids), "max_model_len": server.max_length}
 
     @app.post("/detokenize")
     async def detokenize(asked: TokensRequest) -> dict[str, Any]:
         """The text of tokens."""
+        server.refuse_other(asked.model)
+        server.reader.refuse_unknown(asked.tokens, "tokens")
         return {"prompt": await server.read(lambda: server.tokenizer.decode(asked.tokens))}
 
 
 def add_facts(app: FastAPI, server: Server) -> None:
     """The endpoints that tell about the server, and the page."""
 
-    @app.get("/v1/models")
+    about = {
+        "id": server.options.model_name,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "drafthead",
+        "max_model_len": server.max_length,
+    }
+
+    def get(path: str) -> Any:
+        """A route that HEAD may ask for too."""
+        return app.api_route(path, methods=["GET", "HEAD"], response_model=None)
+
+    @get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model that is served."""
-        about = {"id": server.options.model_name, "object": "model", "owned_by": "drafthead"}
-        return {
-            "object": "list",
-            "data": [{**about, "created": 0, "max_model_len": server.max_length}],
-        }
+        return {"object": "list", "data": [about]}
 
-    @app.get("/health")
+    @get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model of a name."""
+        server.refuse_other(name)
+        return about
+
+    @get("/health")
     async def health() -> Response:
         """Whether the decoding thread is alive."""
         return Response(status_code=200 if server.loop.thread.is_alive() else 503)
 
-    @app.get("/version")
+    @get("/version")
     async def tell_version() -> dict[str, str]:
         """The version of drafthead."""
         return {"version": version("drafthead")}
 
-    @app.get("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         """What Prometheus reads."""
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        """A page to chat with."""
+    @get("/")
+    async def page() -> HTMLResponse:
+        """A page to chat with, which runs no script and has no style but its own."""
         facts = {"model": server.options.model_name, "key": bool(server.options.api_key)}
         text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-        return text.replace("{/*facts*/}", json.dumps(facts).replace("<", "\\u003c"))
+        text = text.replace("{/*facts*/}", json.dumps(facts).replace("<", "\\u003c"))
+        sources = [
+            f"{kind}-src 'sha256-{b64encode(sha256(part.encode()).digest()).decode()}'"
+            for kind, part in re.findall(r"(?s)<(script|style)>(.*?)</\1>", text)
+        ]
+        policy = "; ".join([CAREFUL["Content-Security-Policy"], "connect-src 'self'", *sources])
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy})

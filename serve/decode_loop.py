@@ -23,6 +23,7 @@ from drafthead.serve.metrics import AnswerMetrics, Metrics
 
 logger = logging.getLogger(__name__)
 NUMBERS = count()
+REUSE_STEP = 128  # tokens, as OpenAI reports them
 # OpenAI's words for our reasons to end.
 REASONS = {"end_token": "stop", "stop_string": "stop", "length": "length"}
 
@@ -190,7 +191,8 @@ class DecodeLoop:
         """Send what an answer has gained."""
         job = self.running[gain.ticket.id]  # type: ignore[index]  # ids are those of jobs
         if not job.text.drafted:
-            job.reused = gain.row.reused
+            # In steps: the exact number would tell what others have sent.
+            job.reused = gain.row.reused // REUSE_STEP * REUSE_STEP
             job.metrics.note_prompt(len(job.request.prompts[0]), job.reused)
         job.metrics.note(len(gain.tokens), gain.proposed, gain.accepted)
         reason = None

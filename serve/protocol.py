@@ -1,87 +1,309 @@
 """What clients send: fields of OpenAI's requests, read as requests of the engine."""
 
-import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from math import isfinite
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.heads.target.chat_template import reads
 from drafthead.infer import Decoder
 from drafthead.infer.request.options import DecodeOptions, read_options
 from drafthead.infer.request.prompts import encode
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.decode_loop import Inbox, Job
-from drafthead.serve.errors import ApiError
+from drafthead.serve.errors import ApiError, not_supported, whole
 from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.metrics import AnswerMetrics, Metrics
 
 MOST_CHOICES = 128
+MOST_STOPS = 64
+MOST_DEPTH = 64  # objects and lists in each other
 COMPLETION_TOKENS = 16  # of a completion that names no number
-# Fields that would change an answer and are not honoured, with the values that change nothing. What
-# is neither read nor here is passed over.
-REFUSED: dict[str, tuple[Any, ...]] = {
+ANY = None  # every value of a field that changes no text
+# Fields that are not read, with the values that change no answer. Every other value, and every
+# field that is neither here nor read, is refused.
+NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(
         (
-            *("audio", "functions", "function_call", "prompt_embeds", "reasoning_effort"),
-            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
-            *("structured_outputs", "json_schema", "allowed_token_ids", "bad_words", "typical_p"),
-            *("truncate_prompt_tokens", "prompt_logprobs", "thinking_token_budget", "reasoning"),
+            *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "priority"),
+            *("prompt_cache_retention", "request_id", "prediction", "cache_prompt"),
         ),
-        (),
+        ANY,
     ),
-    "best_of": (1,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
+    **dict.fromkeys(
+        ("best_of", "num_beams", "length_penalty", "typical_p", "repeat_penalty"), (1,)
+    ),
+    **dict.fromkeys(("no_repeat_ngram_size", "mirostat", "dry_multiplier", "n_probs"), (0,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "return_tokens_as_token_ids"), (False,)),
     "include_stop_str_in_output": (False,),
-    "add_special_tokens": (True, False),
+    "spaces_between_special_tokens": (True,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "xtc_probability": (0,),
 }
+NEUTRAL_IN_CHATS = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,)}
+# Of messages, which clients send back as they came; templates may read more.
+NEUTRAL_IN_MESSAGES = dict.fromkeys(
+    ("refusal", "annotations", "id", "provider_specific_fields", "drafted"), ANY
+)
+Neutral: TypeAlias = ClassVar[dict[str, tuple[Any, ...] | None]]
+LEAST_HEAT = 1e-6  # of a temperature above 0: float32 has no smaller scale for logits
+Stop: TypeAlias = Annotated[str, Field(max_length=1000)]
+Penalty: TypeAlias = Annotated[float | None, Field(ge=-2, le=2)]
 
 
-class StreamOptions(BaseModel):
+class Fields(BaseModel):
+    """A JSON object: each field is read, or known to change no answer, or refused; null is none."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    neutral: Neutral = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_neutral(cls, given: Any) -> Any:
+        """The fields that are left to be read."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None
+            and (name not in cls.neutral or value not in (cls.neutral[name] or (value,)))
+        }
+
+
+class Body(Fields):
+    """The JSON of a request."""
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unreadable(cls, given: Any) -> Any:
+        """Raise ApiError 400 for half of a surrogate pair, a number that is not finite, and more
+        than `MOST_DEPTH` objects in each other.
+        """
+        level = [given]
+        for _ in range(MOST_DEPTH):
+            inner: list[Any] = []
+            for each in level:
+                if isinstance(each, str) and not each.isascii() and each != whole(each):
+                    raise ApiError(400, f"{each[:40]} holds half of a character")
+                if isinstance(each, float) and not isfinite(each):
+                    raise ApiError(400, "NaN and Infinity are no numbers of JSON")
+                if isinstance(each, dict):
+                    inner += [*each, *each.values()]
+                elif isinstance(each, list):
+                    inner += each
+            if not (level := inner):
+                return given
+        raise ApiError(400, f"the body has more than {MOST_DEPTH} objects in each other")
+
+
+class Kept(Fields):
+    """An object that is checked, and given to the chat template as it came."""
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def keep(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """The object with what it was made of, without nulls."""
+        made = handler(given)
+        made._given = {name: value for name, value in given.items() if value is not None}
+        return made
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the template reads."""
+        return self._given
+
+
+class StreamOptions(Fields):
     """How a stream ends."""
+
+    neutral: Neutral = {"include_obfuscation": ANY, "continuous_usage_stats": ANY}
 
     include_usage: bool = False
 
 
-class Answering(BaseModel):
-    """Fields of both kinds of request."""
+class JsonSchema(Fields):
+    """A form with its name; it is kept to whether it is `strict` or not."""
+
+    neutral: Neutral = dict.fromkeys(("name", "description", "strict"), ANY)
+
+    own: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Fields):
+    """The form of an answer."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    own: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def schema_asked_for(self) -> dict[str, Any] | None:
+        """The JSON schema; None for a text. Raises ApiError 400 for another form."""
+        named = self.json_schema.own if self.json_schema else None
+        if self.type == "text" and self.own is self.json_schema is None:
+            return None
+        if self.type == "json_object" and self.json_schema is None:
+            return self.own or {"type": "object"}
+        if self.type == "json_schema" and named is not None and self.own is None:
+            return named
+        sentence = "response_format is text, json_object, or json_schema with a schema"
+        raise ApiError(400, sentence, "response_format")
+
+
+class Function(Fields):
+    """A function that an answer may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # the template may show it
+
+
+class Tool(Kept):
+    """A tool that an answer may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Fields):
+    """The function of a call, whose arguments clients send as JSON in a text."""
+
+    name: str
+    arguments: Any = None
+
+
+class Call(Fields):
+    """A call of a tool in an earlier answer."""
+
+    neutral: Neutral = {"index": ANY}
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Kept):
+    """A message of a conversation; a template may read fields of its own."""
 
     model_config = ConfigDict(extra="allow")
+    neutral: Neutral = NEUTRAL_IN_MESSAGES
 
-    model: str | None = None
+    role: str
+    content: str | list[Any] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def unread(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The names of fields, of the message and of its parts, that nobody reads."""
+        parts = self.content if isinstance(self.content, list) else []
+        known = {"type", "text", "cache_control"}
+        inner = [name for each in parts if isinstance(each, dict) for name in each.keys() - known]
+        is_text = all(isinstance(each, dict) and "text" in each for each in parts)
+        own = [name for name in self.model_extra or () if not reads(tokenizer, name)]
+        return [*own, *(inner if is_text else ())]
+
+
+class Conversation(Body):
+    """Fields of messages and of how they are rendered."""
+
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call tools; raises ApiError 400 where it would have to."""
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice can be none or auto here", "tool_choice")
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def prompts(self, decoder: Decoder) -> list[list[int]]:
+        """The conversation as token ids; raises ApiError 400 for what nobody reads."""
+        tokenizer, messages = decoder.tokenizer, self.messages or []
+        assert tokenizer is not None
+        if not tokenizer.chat_template:
+            raise ApiError(400, "this model has no chat template: use /v1/completions")
+        if self.add_generation_prompt is self.continue_final_message:
+            name = "add_generation_prompt"
+            raise ApiError(400, f"{name} has to be the opposite of continue_final_message", name)
+        for place, message in enumerate(messages):
+            if names := message.unread(tokenizer):
+                raise not_supported(f"messages.{place}.{names[0]}")
+        arguments = {**(self.chat_template_kwargs or {})}
+        if self.calls_tools:
+            arguments["tools"] = [tool.given for tool in self.tools or ()]
+        return encode(
+            [message.given for message in messages],
+            tokenizer,
+            template_arguments=arguments,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+class Answering(Body):
+    """Fields of both kinds of request."""
+
+    neutral: Neutral = NEUTRAL
+
     max_tokens: Annotated[int | None, Field(ge=0)] = None
-    temperature: Annotated[float | None, Field(ge=0)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
     min_p: float | None = None
     seed: int | None = None
     n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    response_format: dict[str, Any] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    cache_salt: str = ""  # what was read for a request is reused for the same salt alone
     return_drafted: bool = False  # our own: which parts of a stream's text were drafted
 
-    def refuse_unread(self) -> None:
-        """Raise ApiError 400 for a field that would change the answer and is not honoured."""
-        for name, value in (self.model_extra or {}).items():
-            if name in REFUSED and value is not None and value not in REFUSED[name]:
-                raise ApiError(400, f"{name} is not supported by this server: leave it out", name)
+    @model_validator(mode="after")
+    def refuse_without_effect(self) -> Self:
+        """Raise ApiError 400 for a field that needs another one."""
+        if self.stream_options and not self.stream:
+            raise ApiError(400, "stream_options are for streams", "stream_options")
+        if 0 < (1 if self.temperature is None else self.temperature) < LEAST_HEAT:
+            raise ApiError(400, f"temperature is 0, or {LEAST_HEAT} and more", "temperature")
+        return self
 
     @property
     def with_usage(self) -> bool:
@@ -112,7 +334,7 @@ class Answering(BaseModel):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "min_new_tokens": self.min_tokens,
+            "min_new_tokens": None if processors else self.min_tokens or None,
             "min_p": None if self.greedy else self.min_p,
             "sequence_bias": [[[t], b] for t, b in (self.logit_bias or {}).items()] or None,
         }
@@ -132,41 +354,28 @@ class Answering(BaseModel):
         }
 
 
-class ChatRequest(Answering):
+class ChatRequest(Conversation, Answering):
     """A request for the next message of a conversation."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    neutral: Neutral = NEUTRAL_IN_CHATS
+
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
 
     @property
     def top(self) -> int | None:
         """How many alternatives to each token are wanted; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def calls_tools(self) -> bool:
-        """Whether the answer may call tools; raises ApiError 400 where it would have to."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice can be none or auto here", "tool_choice")
-        return bool(self.tools) and self.tool_choice != "none"
-
-    def prompts(self, decoder: Decoder) -> list[list[int]]:
-        """The conversation as token ids."""
-        arguments = {**(self.chat_template_kwargs or {})}
-        if self.calls_tools:
-            arguments["tools"] = self.tools
-        return encode(
-            [message_for_template(each) for each in self.messages],
-            decoder.tokenizer,
-            template_arguments=arguments,
-            continue_final_message=self.continue_final_message,
-        )
+    @model_validator(mode="after")
+    def refuse_top_alone(self) -> Self:
+        """Raise ApiError 400 for `top_logprobs` without `logprobs`."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs need logprobs: true", "top_logprobs")
+        return self
 
 
 class CompletionRequest(Answering):
@@ -175,6 +384,14 @@ class CompletionRequest(Answering):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def texts(self) -> list[Any]:
+        """Each prompt as it came: a text or token ids."""
+        given = self.prompt
+        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        return list(given) if several else [given]
 
     @property
     def top(self) -> int | None:
@@ -183,56 +400,45 @@ class CompletionRequest(Answering):
 
     def prompts(self, decoder: Decoder) -> list[list[int]]:
         """Each text as token ids; raises ApiError 400 for an empty one."""
-        given = self.prompt
-        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-        return [token_ids(each, decoder) for each in (given if several else [given])]
+        return [token_ids(each, decoder, self.add_special_tokens) for each in self.texts]
 
 
-class TextRequest(BaseModel):
+class TextRequest(Conversation):
     """A text or a conversation to be made into tokens."""
 
+    neutral: Neutral = {"return_token_strs": (False,)}
+
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self, decoder: Decoder) -> list[list[int]]:
+        """The text or the conversation as token ids; raises ApiError 400 for both."""
+        if self.messages is None:
+            added = self.add_special_tokens is not False
+            return [token_ids(self.prompt or "", decoder, added)]
+        if self.prompt is not None or self.add_special_tokens:
+            raise ApiError(400, "prompt and add_special_tokens do not go with messages", "messages")
+        return super().prompts(decoder)
 
 
-class TokensRequest(BaseModel):
+class TokensRequest(Body):
     """Tokens to be made into a text."""
 
     tokens: list[int]
 
 
-def token_ids(text: Any, decoder: Decoder) -> list[int]:
-    """A text, or token ids as they are; raises ApiError 400 for an empty one."""
+def token_ids(text: str | list[int], decoder: Decoder, special: bool) -> list[int]:
+    """A text, or token ids as they are; raises ApiError 400 for an empty one.
+
+    A text begins and ends with `special` tokens where the tokenizer adds such.
+    """
     assert decoder.tokenizer is not None
-    ids = list(decoder.tokenizer(text)["input_ids"]) if isinstance(text, str) else list(text)
+    ids = text
+    if isinstance(text, str):
+        ids = decoder.tokenizer(text, add_special_tokens=special)["input_ids"]
     if not ids:
         raise ApiError(400, "the prompt is empty: it needs at least one token", "prompt")
-    return ids
-
-
-def message_for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a text, and whose calls have arguments that are no text.
-
-    Raises ApiError 400 for calls that are none.
-    """
-    found = {**message, "content": message.get("content") or ""}
-    try:
-        if calls := message.get("tool_calls"):
-            found["tool_calls"] = [{**call, "function": called(call["function"])} for call in calls]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ApiError(
-            400, "tool_calls have a function with a name, and arguments that are JSON", "messages"
-        ) from error
-    return found
-
-
-def called(function: dict[str, Any]) -> dict[str, Any]:
-    """The function of a call, whose arguments clients send as JSON in a text."""
-    arguments = function["arguments"]
-    return {
-        **function,
-        "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments,
-    }
+    return list(ids)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -249,33 +455,38 @@ class Reader:
 
         Raises ApiError 400 and UserError for what cannot be honoured.
         """
-        asked.refuse_unread()
-        vocab_size = self.decoder.target.vocab_size
-        if unknown := [t for t in asked.logit_bias or () if not 0 <= t < vocab_size]:
-            raise ApiError(
-                400, f"token {unknown[0]} is not one of the {vocab_size} tokens", "logit_bias"
-            )
+        self.refuse_unknown(asked.logit_bias or (), "logit_bias")
+        self.refuse_unknown(asked.stop_token_ids or (), "stop_token_ids")
         prompts = asked.prompts(self.decoder)
         if len(prompts) * asked.choices > MOST_CHOICES:
             raise ApiError(400, f"a request may have {MOST_CHOICES} answers at most", "n")
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        seed = secrets.randbits(62) if asked.seed in (None, -1) else asked.seed
         stops = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
         assert self.decoder.tokenizer is not None
         jobs: list[Job] = []
         for number, ids in enumerate(prompts):
             limit = self.limit(asked, len(ids))
             for _ in range(asked.choices):
-                options = asked.options(max(1, limit), self.masks(asked, len(ids)))
+                masks = self.masks(asked, len(ids))
+                options = asked.options(max(1, limit), masks)
                 settings = read_options({**options, "seed": seed + len(jobs)})
                 request = self.decoder.request(ids, settings)
                 text = AnswerText(
                     self.decoder.tokenizer,
+                    self.grammars.bytes_of,
                     [stop for stop in stops if stop],
                     frozenset(asked.stop_token_ids or ()),
                     asked.skip_special_tokens,
+                    ids,
+                    isinstance(asked, ChatRequest) and asked.calls_tools,
                 )
                 ends = frozenset[int]() if asked.ignore_eos else request.end_ids
-                request = replace(request, stops=[text], end_ids=ends)
+                request = replace(
+                    request,
+                    stops=[text],
+                    end_ids=self.grammars.ends if masks else ends,
+                    cache_salt=asked.cache_salt,
+                )
                 metrics, choice = AnswerMetrics(self.metrics), len(jobs)
                 jobs.append(Job(request, inbox, text, metrics, choice, number))
         return jobs
@@ -284,12 +495,26 @@ class Reader:
         self, asked: ChatRequest | CompletionRequest, prompt_length: int
     ) -> list[LogitsProcessor]:
         """What keeps an answer in the form that is asked for; raises ApiError 400 for no form."""
-        if asked.response_format is None:
+        schema = asked.response_format and asked.response_format.schema_asked_for
+        if schema is None:
             return []
         if asked.ignore_eos:
             raise ApiError(400, "ignore_eos does not go with response_format", "ignore_eos")
-        mask = self.grammars.mask(asked.response_format, prompt_length)
-        return [] if mask is None else [mask]
+        return [self.grammars.mask(schema, prompt_length, asked.min_tokens)]
+
+    def text_of(self, token: int) -> str:
+        """The text of a token by itself, special ones as they are named, else its bytes."""
+        own = self.grammars.bytes_of(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:  # a part of a character
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def refuse_unknown(self, tokens: Iterable[int], field: str) -> None:
+        """Raise ApiError 400 for a token that the target does not have."""
+        size = self.decoder.target.vocab_size
+        if unknown := [token for token in tokens if not 0 <= token < size]:
+            raise ApiError(400, f"token {unknown[0]} is not one of the {size} tokens", field)
 
     def limit(self, asked: ChatRequest | CompletionRequest, length: int) -> int:
         """Most new tokens after a prompt of this length; raises ApiError 400 for a long one."""

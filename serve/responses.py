@@ -1,21 +1,23 @@
 """What clients get: OpenAI's JSON of whole answers and of streams."""
 
 import json
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from drafthead.infer.answers.results import Logprobs
+from drafthead.infer.request.text_pieces import GrowingAnswer, texts_of
 from drafthead.serve.answer_text import ToolCalls
 from drafthead.serve.decode_loop import DecodeLoop, Job, Piece
 from drafthead.serve.errors import ApiError, error_body
 from drafthead.serve.metrics import speculation
-from drafthead.serve.protocol import ChatRequest, CompletionRequest
+from drafthead.serve.protocol import ChatRequest, CompletionRequest, Reader
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Choice:
     """One answer in the form of a request: what of it was sent, and what it has become."""
 
     job: Job
-    tokenizer: PreTrainedTokenizerBase
+    reader: Reader
     is_chat: bool
     tools: ToolCalls | None
     asked: ChatRequest | CompletionRequest
@@ -40,6 +42,8 @@ class Choice:
         calls: list[dict[str, Any]] = []
         if self.tools is not None:
             text, calls = self.tools.add(text, piece.finish_reason is not None)
+            if not (isinstance(self.asked, ChatRequest) and self.asked.parallel_tool_calls):
+                calls = calls[: max(0, 1 - len(self.calls))]
         self.text, self.calls = self.text + text, self.calls + calls
         self.tokens += piece.tokens
         logprobs = None
@@ -62,12 +66,16 @@ class Choice:
         self, prompt: Sequence[int], record: Logprobs | None, finish_reason: str | None
     ) -> dict[str, Any]:
         """The choice of a chunk with the prompt, whose first token has no log-probability."""
-        texts = [token_text(token, self.tokenizer) for token in prompt]
+        tokenizer = self.reader.decoder.tokenizer
+        assert tokenizer is not None and isinstance(self.asked, CompletionRequest)
         if record is not None:
-            places = [0, *accumulate(map(len, texts))][:-1]
+            growing = GrowingAnswer(tokenizer, self.asked.skip_special_tokens)
+            places = [0, *accumulate(len(growing.add(token)) for token in prompt)][:-1]
             raw, top = [None, *record.raw], [None, *record.top]
-            self.logprobs = completion_logprobs(prompt, raw, top, places, self.tokenizer)
-        self.text = str(self.tokenizer.decode(list(prompt)))
+            self.logprobs = completion_logprobs(prompt, raw, top, places, self.reader.text_of)
+        given = self.asked.texts[self.job.prompt]
+        [text] = texts_of([prompt], tokenizer, self.asked.skip_special_tokens)
+        self.text = given if isinstance(given, str) else text
         self.echoed, self.finish_reason = len(self.text), finish_reason
         return self._choice({"text": self.text}, self.logprobs)
 
@@ -80,7 +88,7 @@ class Choice:
             return self._choice({**said, "text": self.text}, self.logprobs, self.tokens)
         content = self.text if self.text or not self.calls else None
         calls = [{name: call[name] for name in ("id", "type", "function")} for call in self.calls]
-        message = {"role": "assistant", "content": content}
+        message = {"role": "assistant", "content": content, "refusal": None}
         said["message"] = message | ({"tool_calls": calls} if calls else {})
         return self._choice(said, self.logprobs, self.tokens)
 
@@ -98,25 +106,20 @@ class Choice:
     def _logprobs(self, piece: Piece, record: Logprobs) -> dict[str, list[Any]]:
         """The log-probabilities of a piece's tokens, in the form of the request."""
         if self.is_chat:
-            return {"content": chat_logprobs(piece.tokens, record, self.tokenizer)}
+            return {"content": chat_logprobs(piece.tokens, record, self.reader), "refusal": None}
         known = [self.echoed + place for place in piece.places]
         places = [*known, *[len(self.text)] * (len(piece.tokens) - len(known))]
-        return completion_logprobs(piece.tokens, record.raw, record.top, places, self.tokenizer)
+        return completion_logprobs(
+            piece.tokens, record.raw, record.top, places, self.reader.text_of
+        )
 
 
-def token_text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a token alone, special ones as they are named."""
-    return str(tokenizer.decode([token]))
-
-
-def chat_logprobs(
-    tokens: Sequence[int], record: Logprobs, tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
+def chat_logprobs(tokens: Sequence[int], record: Logprobs, reader: Reader) -> list[dict[str, Any]]:
     """Tokens with their log-probabilities, as chat completions have them."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token, tokenizer)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        own = reader.grammars.bytes_of(token)
+        return {"token": reader.text_of(token), "logprob": logprob, "bytes": list(own)}
 
     return [
         {**entry(token, raw), "top_logprobs": [entry(*other) for other in top]}
@@ -129,7 +132,7 @@ def completion_logprobs(
     raw: Sequence[float | None],
     tops: Sequence[Sequence[tuple[int, float]] | None],
     places: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
+    text_of: Callable[[int], str],
 ) -> dict[str, list[Any]]:
     """Tokens with their log-probabilities, as text completions have them."""
 
@@ -139,11 +142,11 @@ def completion_logprobs(
             return None
         found: dict[str, float] = {}
         for token, value in top:  # the best of those that look alike
-            found.setdefault(token_text(token, tokenizer), value)
+            found.setdefault(text_of(token), value)
         return found
 
     return {
-        "tokens": [token_text(token, tokenizer) for token in tokens],
+        "tokens": [*map(text_of, tokens)],
         "token_logprobs": list(raw),
         "top_logprobs": [named(top) for top in tops],
         "text_offset": list(places),
@@ -158,7 +161,7 @@ class Response:
         asked: ChatRequest | CompletionRequest,
         jobs: Sequence[Job],
         loop: DecodeLoop,
-        tokenizer: PreTrainedTokenizerBase,
+        reader: Reader,
         model: str,
     ):
         self.asked, self.jobs, self.loop = asked, jobs, loop
@@ -166,7 +169,7 @@ class Response:
         self.is_chat = isinstance(asked, ChatRequest)
         with_tools = isinstance(asked, ChatRequest) and asked.calls_tools
         self.choices = [
-            Choice(job, tokenizer, self.is_chat, ToolCalls() if with_tools else None, asked)
+            Choice(job, reader, self.is_chat, ToolCalls() if with_tools else None, asked)
             for job in jobs
         ]
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -207,6 +210,9 @@ class Response:
             yield "data: [DONE]\n\n"
         except ApiError as error:
             yield f"data: {json.dumps(error_body(error.status_code, error.detail))}\n\n"
+        except Exception:
+            logger.exception("a stream failed")
+            yield f"data: {json.dumps(error_body(500, 'the server failed'))}\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **others: Any) -> str:
         usage = {"usage": None} if self.asked.with_usage else {}

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from inspect import signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -48,7 +49,7 @@ def check_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: TemplateArguments
 ) -> None:
     """Raise UserError for an argument that the tokenizer's chat template does not read."""
-    name = tokenizer.name_or_path or "this tokenizer"
+    name = Path(tokenizer.name_or_path).name or "this tokenizer"  # clients may not see folders
     for argument in arguments:
         if not tokenizer.chat_template:
             raise UserError(

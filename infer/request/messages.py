@@ -121,9 +121,7 @@ def arguments_of(given: Any) -> dict[str, Any]:
     return dict(given or {})
 
 
-def as_template_reads(
-    messages: Messages, write: Callable[[Messages], str]
-) -> tuple[Messages, str]:
+def as_template_reads(messages: Messages, write: Callable[[Messages], str]) -> tuple[Messages, str]:
     """The messages with arguments as the template reads them, and the text that it writes.
 
     Most templates read objects; some print them as they are, and need JSON text. `messages` have

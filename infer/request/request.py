@@ -99,6 +99,7 @@ class Request(Options):
     new_record: Callable[[], Record] | None = None  # of the scores of tokens; None: none is kept
     # What processors read before an answer where it is not the prompt: the prompt with padding.
     prefixes: Sequence[Sequence[int]] | None = None
+    cache_salt: str = ""  # what was read is known to requests of the same salt alone
 
     @property
     def draft_sampling(self) -> SamplingConfig:

@@ -1,6 +1,7 @@
 """Text while its tokens come: stops, drafted parts and calls of tools."""
 
 import pytest
+from llguidance.hf import from_tokenizer
 from tiny import byte_tokenizer
 
 from drafthead.serve.answer_text import AnswerText, ToolCalls, held
@@ -9,7 +10,9 @@ from drafthead.serve.answer_text import AnswerText, ToolCalls, held
 def shown(text: str, stops: list[str], sizes: list[int]) -> tuple[list[tuple[str, bool]], str]:
     """What is shown of a text whose tokens come in passes of some sizes, and why it ended."""
     tokenizer = byte_tokenizer()
-    answer, tokens = AnswerText(tokenizer, stops), tokenizer(text)["input_ids"]
+    known = from_tokenizer(tokenizer)
+    answer = AnswerText(tokenizer, lambda token: known.decode_bytes([token]), stops)
+    tokens = tokenizer(text)["input_ids"]
     parts, reason = [], None
     for size in sizes:
         taken = 0
