@@ -1,6 +1,9 @@
 """`drafthead serve`: a server with OpenAI's endpoints, for many clients at a time."""
 
+import logging
+import os
 import socket
+from ipaddress import ip_address
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +12,9 @@ import typer
 
 from drafthead.heads.errors import UserError
 from drafthead.scripts import options
+
+logger = logging.getLogger(__name__)
+KEY = "DRAFTHEAD_API_KEY"
 
 
 def main(
@@ -19,7 +25,7 @@ def main(
     port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="DRAFTHEAD_API_KEY", help="Key that requests must bring."),
+        typer.Option(envvar=KEY, help="Key that requests must bring."),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model for clients; by default that of --target.")
@@ -41,6 +47,15 @@ def main(
         list[str] | None,
         typer.Option(help="Origin whose pages may ask this server, or *. Repeatable."),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name with a dot under which clients know this machine, or *. Repeatable."
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Whether prompts go on from what was read for earlier answers.")
+    ] = True,
     grace: Annotated[
         int, typer.Option(help="Seconds that running answers have after SIGTERM or Ctrl-C.", min=0)
     ] = 30,
@@ -56,7 +71,12 @@ def main(
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'drafthead[serve]'") from error
 
+    # An empty variable of the environment counts as none for typer.
+    if (os.environ.get(KEY) if api_key is None else api_key.strip()) == "":
+        raise UserError(f"the API key is empty: give --api-key or {KEY} a value, or unset it")
     refuse_taken(host, port)  # before anything is loaded
+    if api_key is None and not is_loopback(host):
+        logger.warning("everybody who reaches %s may ask this server: set --api-key", host)
     decoder = drafting.decoder(model, compile)
     served = ServerOptions(
         model_name=served_model_name or Path(model.target).name,
@@ -66,6 +86,8 @@ def main(
         max_length=max_length,
         api_key=api_key,
         cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(name.lower() for name in allowed_host or ()),
+        prefix_cache=prefix_cache,
     )
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
@@ -76,6 +98,14 @@ def main(
 def sizes_up_to(most: int) -> list[int]:
     """Sizes of batches of which others know what steps cost: 1, 4, 16, ... and the largest."""
     return [*takewhile(lambda size: size < most, (4**power for power in count())), most]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches a host."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def refuse_taken(host: str, port: int) -> None:

@@ -37,8 +37,8 @@ class AnswerText(Stop):
         """
         super().__init__((), ())
         special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
-        marks = tokenizer.convert_tokens_to_ids([CALL, END_OF_CALL]) if calls_tools else []
-        shown = special.intersection(marks)
+        marks = [CALL, END_OF_CALL] if calls_tools else []
+        shown = special.intersection(map(tokenizer.convert_tokens_to_ids, marks))
         self.hidden = special - shown if skip_special else set[int]()
         self.growing = GrowingAnswer(tokenizer, skip_special, prompt, shown)
         self.bytes_of, self.stop_ids = bytes_of, stop_ids
@@ -94,7 +94,9 @@ class AnswerText(Stop):
             self.said += self.growing.rest()
         end = len(self.said)
         if not ended:
-            end = self._end_of_text(len(self.read) - held(self.read, self.stops))
+            end = self._end_of_text(
+                len(self.read) - held(bytes(self.read[-self.longest :]), self.stops)
+            )
         marks = [*self.places[1 : len(self.drafted)], len(self.said)]
         parts: list[tuple[str, bool]] = []
         for mark, is_drafted in zip(marks, self.drafted, strict=False):
@@ -110,7 +112,7 @@ class AnswerText(Stop):
         return parts
 
 
-def held(text: AnyStr | bytearray, marks: Sequence[AnyStr]) -> int:
+def held(text: AnyStr, marks: Sequence[AnyStr]) -> int:
     """How many last characters, or bytes, may begin a mark: 2 of ``a<t`` for ``<tool>``."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     ends = range(longest, 0, -1)

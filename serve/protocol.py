@@ -29,13 +29,13 @@ from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.metrics import AnswerMetrics, Metrics
 
 MOST_CHOICES = 128
-MOST_STOPS = 64
 MOST_DEPTH = 64  # objects and lists in each other
 COMPLETION_TOKENS = 16  # of a completion that names no number
 ANY = None  # every value of a field that changes no text
+Neutral: TypeAlias = dict[str, tuple[Any, ...] | None]
 # Fields that are not read, with the values that change no answer. Every other value, and every
 # field that is neither here nor read, is refused.
-NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+NEUTRAL: Neutral = {
     **dict.fromkeys(
         (
             *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "priority"),
@@ -61,9 +61,7 @@ NEUTRAL_IN_CHATS = NEUTRAL | {"echo": (False,), "add_special_tokens": (False,)}
 NEUTRAL_IN_MESSAGES = dict.fromkeys(
     ("refusal", "annotations", "id", "provider_specific_fields", "drafted"), ANY
 )
-Neutral: TypeAlias = ClassVar[dict[str, tuple[Any, ...] | None]]
 LEAST_HEAT = 1e-6  # of a temperature above 0: float32 has no smaller scale for logits
-Stop: TypeAlias = Annotated[str, Field(max_length=1000)]
 Penalty: TypeAlias = Annotated[float | None, Field(ge=-2, le=2)]
 
 
@@ -71,7 +69,7 @@ class Fields(BaseModel):
     """A JSON object: each field is read, or known to change no answer, or refused; null is none."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    neutral: Neutral = {}
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -137,7 +135,7 @@ class Kept(Fields):
 class StreamOptions(Fields):
     """How a stream ends."""
 
-    neutral: Neutral = {"include_obfuscation": ANY, "continuous_usage_stats": ANY}
+    neutral: ClassVar[Neutral] = {"include_obfuscation": ANY, "continuous_usage_stats": ANY}
 
     include_usage: bool = False
 
@@ -145,7 +143,7 @@ class StreamOptions(Fields):
 class JsonSchema(Fields):
     """A form with its name; it is kept to whether it is `strict` or not."""
 
-    neutral: Neutral = dict.fromkeys(("name", "description", "strict"), ANY)
+    neutral: ClassVar[Neutral] = dict.fromkeys(("name", "description", "strict"), ANY)
 
     own: dict[str, Any] | None = Field(None, alias="schema")
 
@@ -197,7 +195,7 @@ class CalledFunction(Fields):
 class Call(Fields):
     """A call of a tool in an earlier answer."""
 
-    neutral: Neutral = {"index": ANY}
+    neutral: ClassVar[Neutral] = {"index": ANY}
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -208,7 +206,7 @@ class Message(Kept):
     """A message of a conversation; a template may read fields of its own."""
 
     model_config = ConfigDict(extra="allow")
-    neutral: Neutral = NEUTRAL_IN_MESSAGES
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_MESSAGES
 
     role: str
     content: str | list[Any] | None = None
@@ -271,7 +269,7 @@ class Conversation(Body):
 class Answering(Body):
     """Fields of both kinds of request."""
 
-    neutral: Neutral = NEUTRAL
+    neutral: ClassVar[Neutral] = NEUTRAL
 
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
@@ -280,7 +278,7 @@ class Answering(Body):
     min_p: float | None = None
     seed: int | None = None
     n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -357,7 +355,7 @@ class Answering(Body):
 class ChatRequest(Conversation, Answering):
     """A request for the next message of a conversation."""
 
-    neutral: Neutral = NEUTRAL_IN_CHATS
+    neutral: ClassVar[Neutral] = NEUTRAL_IN_CHATS
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -406,7 +404,7 @@ class CompletionRequest(Answering):
 class TextRequest(Conversation):
     """A text or a conversation to be made into tokens."""
 
-    neutral: Neutral = {"return_token_strs": (False,)}
+    neutral: ClassVar[Neutral] = {"return_token_strs": (False,)}
 
     prompt: str | None = None
     add_special_tokens: bool | None = None

@@ -106,7 +106,7 @@ class Choice:
     def _logprobs(self, piece: Piece, record: Logprobs) -> dict[str, list[Any]]:
         """The log-probabilities of a piece's tokens, in the form of the request."""
         if self.is_chat:
-            return {"content": chat_logprobs(piece.tokens, record, self.reader), "refusal": None}
+            return {"content": chat_logprobs(piece.tokens, record, self.reader)}
         known = [self.echoed + place for place in piece.places]
         places = [*known, *[len(self.text)] * (len(piece.tokens) - len(known))]
         return completion_logprobs(

@@ -19,6 +19,8 @@ from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.request.options import read_options
 from drafthead.scripts.serve import refuse_taken
 from drafthead.serve.app import ServerOptions, make_app
+from drafthead.serve.errors import ApiError
+from drafthead.serve.json_grammar import GrammarMask
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -272,8 +274,10 @@ def test_facts_tokens_and_the_page(client, decoder) -> None:
 def test_a_key_is_asked_for_where_answers_are(decoder) -> None:
     options = ServerOptions("tiny", api_key="secret", cors_origins=("https://a.example",))
     with TestClient(make_app(Decoder(decoder.target), options)) as client:
-        assert client.get("/v1/models").status_code == 401
-        right = {"Authorization": "Bearer secret", "Origin": "https://a.example"}
+        for wrong in ({}, {"Authorization": "secret"}, {"Authorization": "Bearer other"}):
+            refused = client.get("/v1/models", headers=wrong)
+            assert refused.status_code == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
+        right = {"Authorization": "bearer secret", "Origin": "https://a.example"}
         response = client.get("/v1/models", headers=right)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "https://a.example"
@@ -284,27 +288,52 @@ def test_more_than_the_queue_holds_is_refused_and_the_rest_answered(decoder) -> 
     options = ServerOptions("tiny", max_batch=1, max_queue=2)
     with TestClient(make_app(Decoder(decoder.target), options)) as client:
         body = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0.5}
-        refused = client.post(CHAT, json={**body, "n": 4})
-        assert refused.status_code == 429 and "queue holds 2" in refused.text
+        never = client.post(CHAT, json={**body, "n": 4})
+        assert never.status_code == 400 and "3 answers here, not 4" in never.text
         assert len(client.post(CHAT, json={**body, "n": 3}).json()["choices"]) == 3
+    loop = make_app(Decoder(decoder.target), options).state.server.loop  # which does not run
+    loop.submit([object()] * 3)
+    with pytest.raises(ApiError, match="queue holds 2") as refused:
+        loop.submit([object()])
+    assert refused.value.status_code == 429
 
 
-def test_a_conversation_that_goes_on_is_not_read_again(client, decoder) -> None:
-    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
-    first = client.post(CHAT, json=body).json()["choices"][0]["message"]
-    longer = [*MESSAGES, first, {"role": "user", "content": "more"}]
-    found = client.post(CHAT, json={**body, "messages": longer}).json()
-    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert found["choices"][0]["message"]["content"] == greedy(
-        Decoder(decoder.target), longer, max_new_tokens=12
-    )
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_conversation_that_goes_on_is_not_read_again(decoder, kept) -> None:
+    """Nor is it told to the token how much of a prompt others have sent, or to other salts at all."""
+    said = [{"role": "user", "content": "hello" * 30}]
+    body = {"messages": said, "temperature": 0, "max_tokens": 12, "cache_salt": "mine"}
+    options = ServerOptions("tiny", prefix_cache=kept)
+    with TestClient(make_app(Decoder(decoder.target), options)) as client:
+        first = client.post(CHAT, json=body).json()["choices"][0]["message"]
+        longer = [*said, first, {"role": "user", "content": "more"}]
+        expected = greedy(Decoder(decoder.target), longer, max_new_tokens=12)
+        for salt, reused in (("other", 0), ("", 0), ("mine", 128 if kept else 0)):
+            asked = {**body, "messages": longer, "cache_salt": salt}
+            found = client.post(CHAT, json=asked).json()
+            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == reused
+            assert found["choices"][0]["message"]["content"] == expected
 
 
-def test_rows_that_cannot_go_on_end_alone(client, decoder) -> None:
-    """The grammar allows nothing but the end, which the least length forbids."""
+def test_a_form_that_is_complete_ends_before_the_least_length(client) -> None:
+    """Where it can go on it does."""
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "min_tokens": 9}
+    for schema in ({"const": 1}, {"type": "integer"}):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        found = client.post(CHAT, json={**body, "response_format": form}).json()
+        [choice] = found["choices"]
+        if schema == {"const": 1}:
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("1", "stop")
+        else:
+            assert found["usage"]["completion_tokens"] >= 9
+
+
+def test_rows_that_cannot_go_on_end_alone(client, monkeypatch) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
     body = {"messages": MESSAGES, "temperature": 0.7, "max_tokens": 20}
-    failed = client.post(CHAT, json={**body, "response_format": form, "min_tokens": 9})
+    allowed = GrammarMask.allowed
+    monkeypatch.setattr(GrammarMask, "allowed", lambda *each: allowed(*each) & (not each[1]))
+    failed = client.post(CHAT, json={**body, "response_format": form})
     assert failed.status_code == 500 and "no token can be chosen" in failed.text
     assert client.post(CHAT, json=body).status_code == 200
 
