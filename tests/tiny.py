@@ -68,6 +68,25 @@ def byte_tokenizer(specials: tuple[str, ...] = SPECIALS) -> PreTrainedTokenizerF
     )
 
 
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Words, and bytes as SentencePiece models have them."""
+    words = ["<unk>", "</s>", "▁a", "▁b", "c", "▁é", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE(vocab={w: n for n, w in enumerate(words)}, merges=[], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>",
+        clean_up_tokenization_spaces=True,
+    )  # fmt: skip
+
+
 def letters_tokenizer(letters: str, pairs: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """One token for each letter, in that order, then one for each pair of letters."""
     vocab = {token: number for number, token in enumerate([*letters, *pairs])}

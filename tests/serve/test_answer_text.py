@@ -1,10 +1,18 @@
 """Text while its tokens come: stops, drafted parts and calls of tools."""
 
+from types import SimpleNamespace
+
 import pytest
 from llguidance.hf import from_tokenizer
-from tiny import byte_tokenizer
+from tiny import byte_fallback_tokenizer, byte_tokenizer
+from tokenizers import AddedToken
 
+from drafthead.serve.answer_text import CALL as BEGIN
+from drafthead.serve.answer_text import END_OF_CALL as END
 from drafthead.serve.answer_text import AnswerText, ToolCalls, held
+from drafthead.serve.decode_loop import Piece
+from drafthead.serve.protocol import ChatRequest
+from drafthead.serve.responses import Choice
 
 
 def shown(text: str, stops: list[str], sizes: list[int]) -> tuple[list[tuple[str, bool]], str]:
@@ -45,6 +53,52 @@ def test_a_stop_string_ends_an_answer_however_its_tokens_come(sizes, stops, said
     assert ("".join(part for part, _ in parts), why) == (said, reason)
 
 
+@pytest.mark.parametrize(
+    ("stop", "said", "taken"),
+    [
+        ("<|user|>", "ab", 3),  # a special token that is not shown
+        ("b<|user|>c", "a", 4),  # what was shown before it waits
+        ("<|user|>c", "ab", 4),
+        ("<|user|>d", "abcd", 5),
+    ],
+)
+def test_stop_strings_are_looked_for_in_all_tokens(stop, said, taken) -> None:
+    tokenizer = byte_tokenizer()
+    known = from_tokenizer(tokenizer)
+    answer = AnswerText(tokenizer, lambda token: known.decode_bytes([token]), [stop])
+    tokens, parts = tokenizer("ab<|user|>cd")["input_ids"], []
+    for count, token in enumerate(tokens, 1):
+        reason = answer(token)
+        parts += answer.show([False], ended=reason is not None or count == len(tokens))
+        if reason:
+            break
+    assert ("".join(part for part, _ in parts), count) == (said, taken)
+
+
+def test_bytes_that_a_decoder_waits_for_are_compared_and_shown() -> None:
+    """As the line breaks of Llama 2 are."""
+    tokenizer = byte_fallback_tokenizer()
+    known = from_tokenizer(tokenizer)
+    a, b, end = tokenizer.convert_tokens_to_ids(["▁a", "▁b", "<0x0A>"])
+    for stops, ids, said in ((["\n"], (), " a"), ([" a\n"], (), ""), ([], {b}, " a\n")):
+        answer = AnswerText(
+            tokenizer, lambda t: known.decode_bytes([t]), stops, frozenset(ids), prompt=[b]
+        )
+        reasons = [answer(token) for token in (a, end, *ids)]
+        assert reasons[-1] == "stop_string" and not any(reasons[:-1])
+        assert "".join(part for part, _ in answer.show([False] * len(reasons), True)) == said
+
+
+def test_marks_of_calls_are_text_though_they_are_special_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in (BEGIN, END)])
+    tokens = tokenizer(f"so<|user|>{BEGIN}x{END}")["input_ids"]
+    for calls_tools, said in ((True, f"so{BEGIN}x{END}"), (False, "sox")):
+        answer = AnswerText(tokenizer, lambda _: b"", calls_tools=calls_tools)
+        assert not any(map(answer, tokens))
+        assert "".join(part for part, _ in answer.show([False] * len(tokens), True)) == said
+
+
 def test_parts_say_what_was_drafted() -> None:
     assert shown("abcdef", [], [3, 1, 2])[0] == [
         ("ab", True), ("c", False), ("d", False), ("e", True), ("f", False),
@@ -59,6 +113,29 @@ def test_what_may_begin_a_mark_is_held() -> None:
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ['{"a": "é"}', '"{\\"a\\": \\"é\\"}"', "null", '""', None],
+    ids=["object", "text", "null", "empty", "none"],
+)
+def test_arguments_are_encoded_once(written) -> None:
+    given = "" if written is None else f', "arguments": {written}'
+    [call] = ToolCalls().add(f'{BEGIN}{{"name": "f"{given}}}{END}', True)[1]
+    arguments = '{"a": "é"}' if "é" in (written or "") else "{}"
+    assert call["function"] == {"name": "f", "arguments": arguments}
+
+
+@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
+def test_only_one_call_is_given_where_several_are_not_wanted(parallel, count) -> None:
+    asked = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], "parallel_tool_calls": parallel}
+    )
+    choice = Choice(SimpleNamespace(choice=0), None, True, ToolCalls(), asked)  # type: ignore[arg-type]
+    for reason in (None, "stop"):
+        choice.add(Piece([(CALL, False)], [], None, [], reason))
+    assert len(choice.calls) == count and choice.finish_reason == "tool_calls"
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -1,4 +1,4 @@
-"""What clients send: each field is read, known to change nothing, or refused, and never a failure."""
+"""What clients send: each field is read, known to change nothing, or refused; none is a failure."""
 
 import json
 from collections.abc import Iterator
@@ -54,7 +54,15 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (CHAT, {**ANSWERING, "messages": MESSAGES, "response_format": FORM}),
-    (CHAT, {"messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}),
+    (
+        CHAT,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 2,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
     (COMPLETIONS, {**ANSWERING, "prompt": "abc", "echo": True, "logprobs": 2, "suffix": ""}),
     (COMPLETIONS, {"prompt": [[9, 10], [11]], "max_tokens": 2, "ignore_eos": True}),
     ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": True}),
@@ -144,7 +152,7 @@ ODD = st.one_of(
             "auto",
             "required",
         ]
-    ),  # fmt: skip
+    ),
     st.integers(1, 80).map(lambda depth: json.loads("[" * depth + "]" * depth)),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
@@ -164,13 +172,14 @@ def test_no_body_is_a_failure_of_the_server(client, number, data) -> None:
     path, body = BODIES[number]
     body = deepcopy(body)
     for _ in range(data.draw(st.integers(1, 2))):
-        where, key = data.draw(st.sampled_from([*places(body)]))
+        found = [*places(body)]
+        where, key = found[data.draw(st.integers(0, len(found) - 1))]
         action = data.draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
         if action == "remove" or (action == "add" and isinstance(where, list)):
             del where[key]
         else:
             key = data.draw(st.text(max_size=5)) if action == "add" else key
-            where[key] = data.draw(ODD)
+            where[key] = deepcopy(data.draw(ODD))
         if not body:
             break
     refusal(client, path, body)
@@ -246,8 +255,8 @@ def test_no_seed_is_any_seed(client) -> None:
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "role": (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
-    "schema": (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "with a schema"),
-    "both": (CHAT, {"response_format": {**FORM, "type": "json_object"}}, "json_schema with a schema"),
+    "schema": (CHAT, {"response_format": {**FORM, "json_schema": {}}}, "with a schema"),
+    "both": (CHAT, {"response_format": {**FORM, "type": "json_object"}}, "with a schema"),
     "circle": (
         CHAT,
         {"response_format": {"type": "json_object", "schema": {"$ref": "#"}}},
@@ -275,6 +284,20 @@ def test_what_is_wrong_is_named(client, name) -> None:
     body = fields if path == "/detokenize" else {"messages": MESSAGES, **fields}
     error = refusal(client, path, body)
     assert error is not None and sentence in error["message"]
+
+
+def test_bytes_of_tokens_joined_are_the_text(client) -> None:
+    """Though tokens are parts of characters."""
+    forced = {str(token): 100 for token in client.app.state.server.tokenizer("é")["input_ids"][1:]}
+    body = {"messages": MESSAGES, "max_tokens": 6, "logit_bias": forced, "logprobs": True}
+    choice = client.post(CHAT, json={**body, "top_logprobs": 5}).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    joined = bytes(byte for each in entries for byte in each["bytes"])
+    assert joined.decode(errors="replace") == choice["message"]["content"]
+    assert {each["token"] for each in entries} <= {"bytes:\\xc3", "bytes:\\xa9"}
+    body = {"prompt": "abc", "max_tokens": 3, "logprobs": 5}
+    found = client.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]
+    assert all(len(top) == 5 for top in found["top_logprobs"])
 
 
 def test_a_form_beside_json_object_is_kept_to(client) -> None:

@@ -300,7 +300,7 @@ def test_more_than_the_queue_holds_is_refused_and_the_rest_answered(decoder) -> 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_conversation_that_goes_on_is_not_read_again(decoder, kept) -> None:
-    """Nor is it told to the token how much of a prompt others have sent, or to other salts at all."""
+    """Nor is it told how much of a prompt others have sent, but in steps and to the same salt."""
     said = [{"role": "user", "content": "hello" * 30}]
     body = {"messages": said, "temperature": 0, "max_tokens": 12, "cache_salt": "mine"}
     options = ServerOptions("tiny", prefix_cache=kept)

@@ -3,9 +3,7 @@
 import random
 
 import pytest
-from tiny import byte_tokenizer
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from tiny import byte_fallback_tokenizer, byte_tokenizer
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
@@ -13,25 +11,6 @@ from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import GrowingAnswer, text_pieces, texts_of
 
 TOKENIZER = byte_tokenizer()
-
-
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Words, and bytes as SentencePiece models have them."""
-    words = ["<unk>", "</s>", "▁a", "▁b", "c", "▁é", *(f"<0x{byte:02X}>" for byte in range(256))]
-    model = models.BPE(vocab={w: n for n, w in enumerate(words)}, merges=[], byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>",
-        clean_up_tokenization_spaces=True,
-    )  # fmt: skip
 
 
 def test_pieces_never_cut_a_character() -> None:
