@@ -80,6 +80,7 @@ def main(
     decoder = drafting.decoder(model, compile)
     served = ServerOptions(
         model_name=served_model_name or Path(model.target).name,
+        other_name=None if served_model_name else model.target,
         max_batch=max_batch,
         max_queue=max_queue,
         max_body=max_body,

@@ -66,6 +66,7 @@ class ServerOptions:
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names of this machine that have a dot, or *
+    other_name: str | None = None  # of the model, which clients may send too
     prefix_cache: bool = True  # go on from what was read for earlier answers
 
     def refusal(self, scope: Scope) -> ApiError | None:
@@ -182,7 +183,7 @@ class Server:
     def refuse_other(self, model: str | None) -> None:
         """Raise ApiError 404 for a model that is not the one that is served."""
         name = self.options.model_name
-        if model not in (None, name):
+        if model not in (None, name, self.options.other_name):
             raise ApiError(404, f"there is no model {model}, only {name}", "model")
 
 

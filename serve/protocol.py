@@ -4,19 +4,13 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Required, Self, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from drafthead.heads.target.chat_template import reads
 from drafthead.infer import Decoder
@@ -113,96 +107,80 @@ class Body(Fields):
         raise ApiError(400, f"the body has more than {MOST_DEPTH} objects in each other")
 
 
-class Kept(Fields):
-    """An object that is checked, and given to the chat template as it came."""
-
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def keep(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """The object with what it was made of, without nulls."""
-        made = handler(given)
-        made._given = {name: value for name, value in given.items() if value is not None}
-        return made
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What the template reads."""
-        return self._given
-
-
-class StreamOptions(Fields):
-    """How a stream ends."""
-
-    neutral: ClassVar[Neutral] = {"include_obfuscation": ANY, "continuous_usage_stats": ANY}
-
-    include_usage: bool = False
-
-
-class JsonSchema(Fields):
-    """A form with its name; it is kept to whether it is `strict` or not."""
-
-    neutral: ClassVar[Neutral] = dict.fromkeys(("name", "description", "strict"), ANY)
-
-    own: dict[str, Any] | None = Field(None, alias="schema")
-
-
-class ResponseFormat(Fields):
-    """The form of an answer."""
-
-    type: str
-    json_schema: JsonSchema | None = None
-    own: dict[str, Any] | None = Field(None, alias="schema")
-
-    @property
-    def schema_asked_for(self) -> dict[str, Any] | None:
-        """The JSON schema; None for a text. Raises ApiError 400 for another form."""
-        named = self.json_schema.own if self.json_schema else None
-        if self.type == "text" and self.own is self.json_schema is None:
-            return None
-        if self.type == "json_object" and self.json_schema is None:
-            return self.own or {"type": "object"}
-        if self.type == "json_schema" and named is not None and self.own is None:
-            return named
-        sentence = "response_format is text, json_object, or json_schema with a schema"
-        raise ApiError(400, sentence, "response_format")
-
-
-class Function(Fields):
+class Function(TypedDict, total=False):
     """A function that an answer may call."""
 
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # the template may show it
+    name: Required[str]
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None  # the template may show it
 
 
-class Tool(Kept):
+class Tool(TypedDict):
     """A tool that an answer may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class CalledFunction(Fields):
+@with_config(ConfigDict(extra="forbid"))
+class CalledFunction(TypedDict, total=False):
     """The function of a call, whose arguments clients send as JSON in a text."""
 
-    name: str
-    arguments: Any = None
+    name: Required[str]
+    arguments: Any
 
 
-class Call(Fields):
+@with_config(ConfigDict(extra="forbid"))
+class Call(TypedDict, total=False):
     """A call of a tool in an earlier answer."""
 
-    neutral: ClassVar[Neutral] = {"index": ANY}
+    id: str | None
+    type: Literal["function"]
+    function: Required[CalledFunction]
+    index: Any
 
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+
+class StreamOptions(TypedDict, total=False):
+    """How a stream ends; of the others none changes a text."""
+
+    include_usage: bool | None
+    include_obfuscation: Any
+    continuous_usage_stats: Any
 
 
-class Message(Kept):
+class JsonSchema(TypedDict, total=False):
+    """A form; it is kept to whether it is `strict` or not."""
+
+    schema: dict[str, Any] | None
+    name: Any
+    description: Any
+    strict: Any
+
+
+class ResponseFormat(TypedDict, total=False):
+    """The form of an answer."""
+
+    type: Required[str]
+    json_schema: JsonSchema | None
+    schema: dict[str, Any] | None
+
+
+def schema_of(form: ResponseFormat) -> dict[str, Any] | None:
+    """The JSON schema of a form; None for a text. Raises ApiError 400 for another form."""
+    kind, own, named = form["type"], form.get("schema"), form.get("json_schema")
+    inner = named.get("schema") if named else None
+    if kind == "text" and own is named is None:
+        return None
+    if kind == "json_object" and named is None:
+        return own or {"type": "object"}
+    if kind == "json_schema" and inner is not None and own is None:
+        return inner
+    sentence = "response_format is text, json_object, or json_schema with a schema"
+    raise ApiError(400, sentence, "response_format")
+
+
+class Message(Fields):
     """A message of a conversation; a template may read fields of its own."""
 
     model_config = ConfigDict(extra="allow")
@@ -257,9 +235,9 @@ class Conversation(Body):
                 raise not_supported(f"messages.{place}.{names[0]}")
         arguments = {**(self.chat_template_kwargs or {})}
         if self.calls_tools:
-            arguments["tools"] = [tool.given for tool in self.tools or ()]
+            arguments["tools"] = self.tools
         return encode(
-            [message.given for message in messages],
+            [message.model_dump(exclude_none=True) for message in messages],
             tokenizer,
             template_arguments=arguments,
             continue_final_message=self.continue_final_message,
@@ -301,12 +279,14 @@ class Answering(Body):
             raise ApiError(400, "stream_options are for streams", "stream_options")
         if 0 < (1 if self.temperature is None else self.temperature) < LEAST_HEAT:
             raise ApiError(400, f"temperature is 0, or {LEAST_HEAT} and more", "temperature")
+        if isinstance(self, ChatRequest) and self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs need logprobs: true", "top_logprobs")
         return self
 
     @property
     def with_usage(self) -> bool:
         """Whether a stream ends with what was used."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
 
     @property
     def choices(self) -> int:
@@ -367,13 +347,6 @@ class ChatRequest(Conversation, Answering):
     def top(self) -> int | None:
         """How many alternatives to each token are wanted; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @model_validator(mode="after")
-    def refuse_top_alone(self) -> Self:
-        """Raise ApiError 400 for `top_logprobs` without `logprobs`."""
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs need logprobs: true", "top_logprobs")
-        return self
 
 
 class CompletionRequest(Answering):
@@ -493,7 +466,7 @@ class Reader:
         self, asked: ChatRequest | CompletionRequest, prompt_length: int
     ) -> list[LogitsProcessor]:
         """What keeps an answer in the form that is asked for; raises ApiError 400 for no form."""
-        schema = asked.response_format and asked.response_format.schema_asked_for
+        schema = schema_of(asked.response_format) if asked.response_format else None
         if schema is None:
             return []
         if asked.ignore_eos:

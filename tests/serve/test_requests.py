@@ -331,8 +331,14 @@ def test_pages_and_names_of_others_are_refused(client, decoder) -> None:
     ):
         response = client.get("/metrics", headers=headers)
         assert response.status_code == 403 and "see --" in response.json()["error"]["message"]
-    own = ServerOptions("tiny", allowed_hosts=("a.example",), cors_origins=("http://b.example",))
+    own = ServerOptions(
+        "tiny",
+        other_name="org/tiny",
+        allowed_hosts=("a.example",),
+        cors_origins=("http://b.example",),
+    )
     with TestClient(make_app(Decoder(decoder.target), own)) as client:
+        assert client.get("/v1/models/org/tiny").status_code == 200
         headers = {"Host": "A.example:80", "Origin": "http://b.example"}
         assert client.get("/v1/models", headers=headers).status_code == 200
 
