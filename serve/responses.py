@@ -14,6 +14,7 @@ from drafthead.infer.request.text_pieces import GrowingAnswer, texts_of
 from drafthead.serve.answer_text import ToolCalls
 from drafthead.serve.decode_loop import DecodeLoop, Job, Piece
 from drafthead.serve.errors import ApiError, error_body
+from drafthead.serve.json_grammar import FIELD, GrammarMask
 from drafthead.serve.metrics import speculation
 from drafthead.serve.protocol import ChatRequest, CompletionRequest, Reader
 
@@ -91,6 +92,14 @@ class Choice:
         message = {"role": "assistant", "content": content, "refusal": None}
         said["message"] = message | ({"tool_calls": calls} if calls else {})
         return self._choice(said, self.logprobs, self.tokens)
+
+    def reason_of(self, error: ApiError) -> ApiError:
+        """The error of an answer; of one whose form allows no next token it is the form's."""
+        masks = [each for row in self.job.request.processors for each in row]
+        forms = [each for each in masks if isinstance(each, GrammarMask)]
+        if all(form.allowed(self.tokens).any() for form in forms):
+            return error
+        return ApiError(400, "the JSON schema is too hard to follow, or has no end", FIELD)
 
     def _choice(
         self, said: dict[str, Any], logprobs: Any, tokens: Sequence[int] = ()
@@ -229,9 +238,9 @@ class Response:
                 open_choices.clear()
             while open_choices:
                 number, piece = await self.inbox.pieces.get()
-                if isinstance(piece, ApiError):
-                    raise piece
                 choice = open_choices[number]
+                if isinstance(piece, ApiError):
+                    raise choice.reason_of(piece)
                 chunk = choice.add(piece)
                 if piece.finish_reason is not None:
                     del open_choices[number]
