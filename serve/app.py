@@ -82,7 +82,8 @@ class ServerOptions:
         if origin is not None and not asking and urlsplit(origin).netloc != host:
             return ApiError(403, "pages of this origin may not ask: see --cors-origin")
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(), (self.api_key or "").encode())
+        own = (self.api_key or "").encode()
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), own)
         needs_key = self.api_key is not None and scope["path"] not in OPEN_PATHS
         if needs_key and not (scheme.lower() == "bearer" and is_right):
             return ApiError(401, "the API key is missing or wrong")
