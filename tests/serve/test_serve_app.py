@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,6 +292,7 @@ def test_more_than_the_queue_holds_is_refused_and_the_rest_answered(decoder) -> 
         assert never.status_code == 400 and "3 answers here, not 4" in never.text
         assert len(client.post(CHAT, json={**body, "n": 3}).json()["choices"]) == 3
     loop = make_app(Decoder(decoder.target), options).state.server.loop  # which does not run
+    loop.thread = SimpleNamespace(is_alive=lambda: True)
     loop.submit([object()] * 3)
     with pytest.raises(ApiError, match="queue holds 2") as refused:
         loop.submit([object()])
