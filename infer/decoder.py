@@ -271,7 +271,7 @@ class Decoder:
 
     def running_rows(self, max_rows: int) -> RunningRows:
         """Rows for requests that come and go, up to `max_rows` of them; none is at work yet."""
-        return RunningRows(self.method, self.target.device, max_rows, self.memory)
+        return RunningRows(self.method, self.target, max_rows, self.memory)
 
     def remember(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None

@@ -39,6 +39,25 @@ class RowState:
             if hasattr(state, "cut"):
                 state.cut(length)
 
+    def trim(self) -> None:
+        """Give back the columns that nothing is in, in whatever has columns."""
+        for name in self.row_state:
+            state = getattr(self, name)
+            if hasattr(state, "trim"):
+                state.trim()
+
+
+def bytes_of(state: Any) -> int:
+    """What the tensors of a state take; see `RowState` for what that may be."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    if isinstance(state, (list, tuple)):
+        return sum(map(bytes_of, state))
+    parts = getattr(state, "states", None) or [
+        getattr(state, n) for n in getattr(state, "row_state", ())
+    ]
+    return sum(map(bytes_of, parts))
+
 
 def chosen(state: Any, rows: torch.Tensor) -> Any:
     """A copy of the entries of rows [R] of a state; see `RowState` for what that may be.

@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.options import DecodeOptions, read_options
-from drafthead.infer.running_rows import Gain, RunningRows, Ticket
+from drafthead.infer.running_rows import RunningRows
+from drafthead.infer.tickets import Gain, Ticket
 
 SOME = ["none", "prompt-lookup", "draft-model", "medusa:tree", "hydra:own", "eagle3:own",
         "parallel:own+lookup"]  # fmt: skip
@@ -40,7 +41,8 @@ def all_gains(rows: RunningRows, tickets: list[Ticket], at_once: int) -> dict[An
     while tickets or rows.count:
         free = min(at_once, rows.max_rows - rows.count)
         come, tickets = tickets[:free], tickets[free:]
-        for gain in [*rows.admit(come), *rows.step()]:
+        rows.admit(come)
+        for gain in rows.step():
             found[gain.ticket.id].append(gain)
     return found
 
@@ -76,12 +78,13 @@ def test_a_row_that_is_cancelled_is_free_and_the_others_go_on(target, make_draft
         for gain in gains:
             gained[gain.ticket.id] += gain.tokens
 
-    note(rows.admit(tickets[:3]))
+    rows.admit(tickets[:3])
+    note(rows.step())
     note(rows.step())
     rows.cancel({1})
     assert rows.count == 2
     before = list(gained[1])
-    note(rows.admit(tickets[3:4]))
+    rows.admit(tickets[3:4])
     while rows.count:
         note(rows.step())
     assert gained[1] == before
@@ -90,7 +93,7 @@ def test_a_row_that_is_cancelled_is_free_and_the_others_go_on(target, make_draft
         assert gained[number] == decoder.generate(prompts[number], max_new_tokens=12).sequences[0]
     rows.admit(tickets[4:])
     rows.cancel({4, "unknown"})
-    assert not rows.batches
+    assert not rows.batches and not rows.count
 
 
 @pytest.mark.parametrize("name", SOME)
