@@ -115,15 +115,8 @@ def merged(tickets: Sequence[Ticket]) -> Request:
 def beginning(request: Request, end: int) -> Request:
     """A request to read the first `end` tokens of a prompt, whose next token nobody looks at."""
     prompts = [request.prompts[0][:end]]
-    return replace(
-        request,
-        prompts=prompts,
-        limits=[1],
-        processors=[],
-        stops=[],
-        prefixes=None,
-        new_record=None,
-    )
+    read = replace(request, prompts=prompts, limits=[1], processors=[], stops=[])
+    return replace(read, prefixes=None, new_record=None)
 
 
 def broken_off(tickets: Sequence[Ticket], error: Exception) -> list[Gain]:

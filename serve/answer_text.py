@@ -34,7 +34,7 @@ class AnswerText(Stop):
         self.places: list[int] = []  # where the text of each token begins
         self.drafted: list[bool] = []  # of each token that was shown
         self.stopped = False
-        self.shown = 0  # characters
+        self.shown = self.whole = 0  # characters, and tokens whose text was shown to its end
 
     def __call__(self, token: int) -> FinishReason | None:
         """Why the answer ends with this token; None where it goes on."""
@@ -60,16 +60,18 @@ class AnswerText(Stop):
         if ended and not self.stopped:
             self.said += self.growing.rest()
         end = len(self.said) if ended else len(self.said) - held(self.said, self.stops)
-        marks = [*self.places[1 : len(self.drafted)], len(self.said)]
         parts: list[tuple[str, bool]] = []
-        for mark, is_drafted in zip(marks, self.drafted, strict=False):
-            part = self.said[self.shown : min(mark, end)]
-            if not part:
-                continue
-            self.shown += len(part)
-            if parts and parts[-1][1] == is_drafted:
-                part = parts.pop()[0] + part
-            parts.append((part, is_drafted))
+        while self.whole < len(self.drafted):  # tokens that were not shown to their ends
+            is_last, is_drafted = self.whole + 1 == len(self.drafted), self.drafted[self.whole]
+            mark = len(self.said) if is_last else self.places[self.whole + 1]
+            if part := self.said[self.shown : min(mark, end)]:
+                self.shown += len(part)
+                if parts and parts[-1][1] == is_drafted:
+                    part = parts.pop()[0] + part
+                parts.append((part, is_drafted))
+            if mark > end:  # the rest waits
+                break
+            self.whole += 1
         if ended and self.shown < end:
             parts.append((self.said[self.shown :], False))
         return parts

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -23,9 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.serve import responses
+from drafthead.serve.connections import Connection, most_connections
 from drafthead.serve.decode_loop import DecodeLoop, Inbox
 from drafthead.serve.errors import ApiError, error_body
 from drafthead.serve.json_grammar import JsonGrammars
+from drafthead.serve.limits import Limits, longest_token
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
     ChatRequest,
@@ -38,6 +40,8 @@ from drafthead.serve.protocol import (
 )
 
 OPEN_PATHS = ("/", "/health", "/metrics", "/favicon.ico")  # without a key
+READERS = 8  # threads that tokenise; while they do, others can work
+BODY_SECONDS = 60.0  # in which the body of a request has to follow its headers
 GONE = 499  # nginx's status of a client that has not waited for the answer
 Found = TypeVar("Found")
 
@@ -50,6 +54,7 @@ class ServerOptions:
     max_batch: int = 16  # answers that are decoded at a time
     max_queue: int = 256  # answers that may wait
     max_body: int = 4 << 20  # bytes of a request
+    max_kept: int = 2048  # MiB that what was read for answers may take, for prompts that go on
     max_length: int | None = None  # tokens of a prompt and its answer; None: the target's context
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
@@ -75,12 +80,17 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
             return await JSONResponse(error_body(413, too_long), 413)(scope, receive, send)
-        seen = 0
+        seen, is_read, end = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def counted() -> Message:
-            """The next part of the request; raises ApiError 413 where that is too long."""
-            nonlocal seen
-            message = await receive()
+            """The next part of the request; raises ApiError 413 or 408 where it is too long or late."""
+            nonlocal seen, is_read
+            try:
+                async with asyncio.timeout_at(None if is_read else end):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ApiError(408, f"no body has come in {BODY_SECONDS:.0f} seconds") from error
+            is_read = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > most:
                 raise ApiError(413, too_long)
@@ -103,9 +113,11 @@ class Server:
         self.metrics = Metrics(options.model_name)
         decoder.memory.most_kept = options.max_batch
         self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, options.max_queue)
+        decoder.memory.most_bytes = options.max_kept << 20
         self.reader = Reader(decoder, self.metrics, self.max_length, JsonGrammars(decoder))
-        # One thread: tokenizers are not made for several.
-        self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        self.limits = Limits(self.max_length, longest_token(self.tokenizer.get_vocab()))
+        # Several: one long text must not hold up the others. Fast tokenizers only read here.
+        self.reading = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
 
     async def read(self, function: Callable[[], Found]) -> Found:
         """What a function that tokenises returns, called beside the event loop."""
@@ -159,7 +171,10 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
         yield
         await asyncio.to_thread(server.loop.stop)
 
-    app = FastAPI(title="drafthead", version=version("drafthead"), lifespan=lifespan)
+    costs = [Depends(server.limits)]
+    app = FastAPI(
+        title="drafthead", version=version("drafthead"), lifespan=lifespan, dependencies=costs
+    )
     app.state.server = server
     app.add_middleware(Gate, options=options)
     if options.cors_origins:
@@ -179,7 +194,16 @@ def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
     """Answer requests until SIGTERM or Ctrl-C; running answers then have `grace` seconds."""
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
         signal.signal(number, lambda *_: None)
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)
+    Connection.most = most_connections()
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        timeout_graceful_shutdown=grace,
+        access_log=False,
+        http=Connection,
+        backlog=Connection.most,
+    )
 
 
 def add_errors(app: FastAPI) -> None:

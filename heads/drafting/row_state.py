@@ -53,10 +53,9 @@ def bytes_of(state: Any) -> int:
         return state.nbytes
     if isinstance(state, (list, tuple)):
         return sum(map(bytes_of, state))
-    parts = getattr(state, "states", None) or [
-        getattr(state, n) for n in getattr(state, "row_state", ())
-    ]
-    return sum(map(bytes_of, parts))
+    if hasattr(state, "states"):  # a cache
+        return bytes_of(state.states)
+    return sum(bytes_of(getattr(state, name)) for name in getattr(state, "row_state", ()))
 
 
 def chosen(state: Any, rows: torch.Tensor) -> Any:
