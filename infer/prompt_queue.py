@@ -35,6 +35,7 @@ class Unread:
     key: tuple[Way, int]  # prompts are read together that have it in common
     read: int  # positions that were read, here or for an earlier prompt
     past: Past | None = None  # of the part that was read here
+    reused: int = 0  # positions of it that had been read for earlier prompts
     speed: float = 0.0  # positions a second, when that was read
 
     @property

@@ -234,11 +234,14 @@ class RunningRows:
             for each in group:
                 each.read = known
             return [], False
+        first.reused = first.reused if first.past else known
         if end is not None:
             first.past = method.read(BatchRun(beginning(run.request, end), self.device), past)
-            first.read = end
+            first.read = end - 1  # what is known of a position may depend on the token after it
+            first.past.cut(first.read)
             return [], False
         newcomers = ServedRows(method, run, tickets, past)
+        run.reuse(first.reused)
         if self.memory.most_kept:
             newcomers.keep(self.memory)
         self.batches.append(newcomers)

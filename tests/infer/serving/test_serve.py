@@ -21,9 +21,8 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.prompt_queue import MOST_PADDING
-from drafthead.infer.request.options import read_options
 from drafthead.infer.prompt_queue import MOST_PADDING, Unread, group_of
+from drafthead.infer.request.options import read_options
 from drafthead.infer.running_rows import seats
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.infer.tickets import Ticket
