@@ -46,7 +46,7 @@ class Method:
 
     @torch.no_grad()
     def read(self, run: BatchRun, past: Past | None) -> Past:
-        """The past of a batch of one prompt that is read to its end, after `past`, and not answered."""
+        """The past of a batch of one prompt that is read after `past`, and not answered."""
         stepper = self.stepper(run)
         session, _ = read_prompts(stepper, self.drafter, past)
         return Past(stepper.cache, session, run.request.prompts[0])

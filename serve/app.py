@@ -83,7 +83,7 @@ class Gate:
         seen, is_read, end = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def counted() -> Message:
-            """The next part of the request; raises ApiError 413 or 408 where it is too long or late."""
+            """The next part of the request; raises ApiError 413 for too much, 408 if it is late."""
             nonlocal seen, is_read
             try:
                 async with asyncio.timeout_at(None if is_read else end):
@@ -118,10 +118,13 @@ class Server:
         self.limits = Limits(self.max_length, longest_token(self.tokenizer.get_vocab()))
         # Several: one long text must not hold up the others. Fast tokenizers only read here.
         self.reading = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
+        # One, of its own: schemas may take long to compile.
+        self.forming = ThreadPoolExecutor(1, thread_name_prefix="forming")
 
-    async def read(self, function: Callable[[], Found]) -> Found:
-        """What a function that tokenises returns, called beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.reading, function)
+    async def read(self, function: Callable[[], Found], has_form: bool = False) -> Found:
+        """What a function that tokenises, or compiles a form, returns, beside the event loop."""
+        threads = self.forming if has_form else self.reading
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     async def answer(
         self, asked: ChatRequest | CompletionRequest, request: Request
@@ -132,7 +135,7 @@ class Server:
                 404, f"there is no model {asked.model}, only {self.options.model_name}", "model"
             )
         inbox = Inbox()
-        jobs = await self.read(lambda: self.reader.jobs(asked, inbox))
+        jobs = await self.read(lambda: self.reader.jobs(asked, inbox), bool(asked.response_format))
         found = responses.Response(asked, jobs, self.loop, self.tokenizer, self.options.model_name)
         self.loop.submit(jobs)
         if asked.stream:

@@ -77,26 +77,13 @@ class Job:
         self.inbox.put(self.id, piece)
 
 
-@dataclass(eq=False)
-class Scoring:
-    """A prompt whose tokens are scored, and the client's task that waits for it."""
-
-    passes: Generator[None, None, Logprobs]
-    loop: asyncio.AbstractEventLoop
-    found: asyncio.Future[Logprobs]
-
-    def end(self, settle: Callable[[], None]) -> None:
-        """Settle the future in its event loop, unless nobody waits for it any more."""
-        with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(lambda: self.found.done() or settle())
-
-
 class Scorings:
     """Prompts whose tokens are scored one after the other, a part in each turn."""
 
     def __init__(self) -> None:
         self.used = 0.0  # seconds of turns, see `RunningRows`
-        self.waiting: deque[Scoring] = deque()
+        self.waiting: deque[tuple[Generator[None, None, Logprobs], asyncio.Future[Logprobs]]]
+        self.waiting = deque()
 
     @property
     def count(self) -> int:
@@ -104,23 +91,27 @@ class Scorings:
         return len(self.waiting)
 
     def turn(self) -> list[Gain]:
-        """Score a part of the first prompt."""
-        first = self.waiting[0]
-        if first.found.cancelled():  # the client has gone
-            self.waiting.popleft()
-            return []
+        """Score a part of the first prompt, unless nobody waits for it any more."""
+        passes, found = self.waiting[0]
         try:
-            next(first.passes)
-        except StopIteration as end:
+            if not found.cancelled():
+                next(passes)
+                return []
             self.waiting.popleft()
-            first.end(partial(first.found.set_result, end.value))
+        except StopIteration as end:
+            self._settle(partial(found.set_result, end.value))
         return []
 
     def given_up(self, error: Exception) -> list[Gain]:
         """Give up the first prompt, which has raised an exception."""
-        first = self.waiting.popleft()
-        first.end(partial(first.found.set_exception, failed(told(error))))
+        self._settle(partial(self.waiting[0][1].set_exception, failed(told(error))))
         return []
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        """End the first prompt in the event loop of the client's task."""
+        _, found = self.waiting.popleft()
+        with suppress(RuntimeError):  # the loop is closed
+            found.get_loop().call_soon_threadsafe(lambda: found.done() or settle())
 
 
 def failed(error: str) -> ApiError:
@@ -187,13 +178,12 @@ class DecodeLoop:
 
     async def score(self, prompt: Sequence[int], top: int) -> Logprobs:
         """What the target thinks of a prompt's tokens; raises ApiError 429 when too many wait."""
-        loop = asyncio.get_running_loop()
-        scoring = Scoring(scored_prompt(self.target, prompt, top), loop, loop.create_future())
+        found = asyncio.get_running_loop().create_future()
         with self.changed:
             self._refuse(1, 1)
-            self.scorings.waiting.append(scoring)
+            self.scorings.waiting.append((scored_prompt(self.target, prompt, top), found))
             self.changed.notify()
-        return await scoring.found
+        return await found
 
     def stop(self) -> None:
         """End the thread after its turn."""

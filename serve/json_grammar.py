@@ -9,11 +9,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import copy
 from functools import cached_property
 from pathlib import Path
 from select import select
-from threading import Lock, Semaphore
 from typing import Any
 
 import torch
@@ -26,10 +24,8 @@ from drafthead.serve.errors import ApiError
 
 FIELD = "response_format"
 MOST_KNOWN = 8  # compiled grammars that are kept
-MOST_WAITING = 3  # requests with new ones at a time: they hold threads that others are read in
-# What compiling a grammar may take, see `grammar_trial.py`; and how long that process may start.
-TRIAL_SECONDS, MOST_BYTES = 1.0, 128 << 20
-START_SECONDS = 60.0
+# What compiling a grammar may take, and a process that does so has in all: `grammar_trial.py`.
+TRIAL_SECONDS, MOST_BYTES = 2.0, 512 << 20
 
 
 class JsonGrammars:
@@ -38,7 +34,6 @@ class JsonGrammars:
     def __init__(self, decoder: Decoder):
         self.decoder, self.trial = decoder, GrammarTrial()
         self.known: dict[str, LLMatcher] = {}  # those that were asked for last, as they begin
-        self.lock, self.room = Lock(), Semaphore(MOST_WAITING)
 
     @cached_property
     def tokens(self) -> LLTokenizer:
@@ -72,77 +67,47 @@ class JsonGrammars:
         return GrammarMask(matcher, self.decoder.target.vocab_size, prompt_length)
 
     def compiled(self, grammar: str) -> LLMatcher:
-        """A matcher of a grammar; raises ApiError 400 where it takes too much time or memory.
-
-        Raises ApiError 429 where too many new ones come at a time.
-        """
-        found = self.known.get(grammar)
-        if found is None:
-            if not self.room.acquire(blocking=False):
-                raise ApiError(429, "many JSON schemas are being compiled: try again later")
-            try:
-                with self.lock:
-                    found = self.known.get(grammar) or self._tried(grammar)
-            finally:
-                self.room.release()
-        return found.deep_copy()
-
-    def _tried(self, grammar: str) -> LLMatcher:
-        """A matcher of a grammar that was compiled on trial; it is kept."""
-        assert self.tokens is not None
-        if (refusal := self.trial.refusal(grammar, self.tokens, self.decoder)) is not None:
-            raise ApiError(400, f"the JSON schema is refused: {refusal}", FIELD)
-        found = LLMatcher(self.tokens, grammar, log_level=0)
-        self.known = dict([*self.known.items(), (grammar, found)][-MOST_KNOWN:])
-        return found
+        """A matcher of a grammar; raises ApiError 400 where it takes too much time or memory."""
+        if grammar not in self.known:
+            self.trial.refuse_costly(grammar)
+            found = LLMatcher(self.tokens, grammar, log_level=0)
+            self.known = dict([*self.known.items(), (grammar, found)][-MOST_KNOWN:])
+        return self.known[grammar].deep_copy()
 
 
 class GrammarTrial:
-    """The process that compiles grammars before the server does."""
+    """The process that compiles grammars before the server does; used by one thread."""
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[str] | None = None
 
-    def refusal(self, grammar: str, tokens: LLTokenizer, decoder: Decoder) -> str | None:
-        """What is wrong with a grammar; None for one that is compiled soon and needs little."""
+    def refuse_costly(self, grammar: str) -> None:
+        """Raise ApiError 400 for a grammar that takes too much time or memory; others are fine."""
         if self.process is None or self.process.poll() is not None:
-            self._start(tokens, decoder)
-        answer = self._answer(grammar, TRIAL_SECONDS)
-        if answer is not None:
-            return None if (error := json.loads(answer)) is None else str(error)
-        most = f"{TRIAL_SECONDS:.0f} seconds or {MOST_BYTES >> 20} MiB"
-        return f"it takes more than {most} to compile"
-
-    def _start(self, tokens: LLTokenizer, decoder: Decoder) -> None:
-        """Start the process, and wait until it has the tokens."""
-        path = Path(__file__).with_name("grammar_trial.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        backend = copy(decoder.tokenizer.backend_tokenizer)  # type: ignore[union-attr]
-        backend.no_padding()
-        backend.no_truncation()
-        known = {"tokens": backend.to_str(), "n_vocab": tokens.vocab_size}
-        ends = tokens.eos_tokens
-        if self._answer({**known, "ends": ends, "most_bytes": MOST_BYTES}, START_SECONDS) is None:
-            raise ApiError(500, "the process that compiles JSON schemas does not start", FIELD)
-
-    def _answer(self, line: Any, seconds: float) -> str | None:
-        """The answer to a line; None, and the process is ended, where it is late or fails."""
-        assert self.process is not None and self.process.stdin and self.process.stdout
-        with suppress(OSError):
-            self.process.stdin.write(json.dumps(line) + "\n")
+            path = str(Path(__file__).with_name("grammar_trial.py"))
+            self.process = subprocess.Popen(
+                [sys.executable, path, str(MOST_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._answer(None)
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has just ended
+            self.process.stdin.write(json.dumps(grammar) + "\n")
             self.process.stdin.flush()
-            is_there = select([self.process.stdout], [], [], seconds)[0]
-            if is_there and (answer := self.process.stdout.readline()):
-                return answer
+            if self._answer(TRIAL_SECONDS):
+                return
         self.process.kill()
         self.process.wait()
-        return None
+        most = f"{TRIAL_SECONDS:.0f} seconds or {MOST_BYTES >> 20} MiB to compile"
+        raise ApiError(400, f"the JSON schema is refused: it takes more than {most}", FIELD)
+
+    def _answer(self, seconds: float | None) -> str:
+        """The next line of the process; nothing where it has ended, or needs longer."""
+        assert self.process is not None and self.process.stdout is not None
+        is_there, _, _ = select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline() if is_there else ""
 
 
 class GrammarMask(LogitsProcessor):

@@ -9,8 +9,7 @@ from fastapi import Request
 from drafthead.serve.errors import ApiError
 from drafthead.serve.protocol import MOST_CHOICES
 
-MOST_STOPS = 16  # each of them is looked for after each token
-MOST_STOP_CHARACTERS = 256
+MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256  # each of them is looked for after each token
 MOST_BIASES = 1024
 TEXTS = ("messages", "tools", "chat_template_kwargs")  # what templates make prompts of
 
@@ -45,13 +44,12 @@ class Limits:
             self.refuse_long(each, "prompt")
         self.refuse_long([given.get(name) for name in TEXTS], "messages")
         self.refuse_long(given.get("tokens"), "tokens")
-        stops = given.get("stop")
-        stops = stops if isinstance(stops, list) else [stops]
-        longest = max((len(stop) for stop in stops if isinstance(stop, str)), default=0)
-        if len(stops) > MOST_STOPS or longest > MOST_STOP_CHARACTERS:
+        stop, bias = given.get("stop"), given.get("logit_bias")
+        given_stops = stop if isinstance(stop, list) else [stop]
+        stops = [len(each) if isinstance(each, str) else 0 for each in given_stops]
+        if len(stops) > MOST_STOPS or max(stops, default=0) > MOST_STOP_CHARACTERS:
             most = f"{MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters"
             raise ApiError(400, f"stop may have {most} at most", "stop")
-        bias = given.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > MOST_BIASES:
             raise ApiError(400, f"logit_bias may have {MOST_BIASES} tokens at most", "logit_bias")
 

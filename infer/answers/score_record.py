@@ -134,7 +134,9 @@ class RowRecord(ScoreRecord):
         return tuple(torch.stack(column) for column in zip(*padded, strict=True))
 
 
-def scored_prompt(target: Target, prompt: Sequence[int], top: int) -> Generator[None, None, Logprobs]:
+def scored_prompt(
+    target: Target, prompt: Sequence[int], top: int
+) -> Generator[None, None, Logprobs]:
     """The log-probabilities of a prompt's tokens but the first, which follows nothing.
 
     `top` is how many of the most probable tokens are given beside each. Each time that the

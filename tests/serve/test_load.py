@@ -92,13 +92,12 @@ def test_a_schema_that_takes_too_long_to_compile_is_refused_and_others_are_not(
     assert refused.status_code == 400 and "to compile" in refused.json()["error"]["message"]
     monkeypatch.setattr(json_grammar, "TRIAL_SECONDS", 20.0)
     assert ask({"const": 8}).json()["choices"][0]["message"]["content"] == "8"
-    grammars = client.app.state.server.reader.grammars
-    for _ in range(json_grammar.MOST_WAITING):
-        grammars.room.acquire()
-    assert ask({"const": 9}).status_code == 429
-    assert ask({"const": 8}).status_code == 200, "it is known"
-    for _ in range(json_grammar.MOST_WAITING):
-        grammars.room.release()
+    process = client.app.state.server.reader.grammars.trial.process
+    assert ask({"const": 9}).status_code == 200
+    assert client.app.state.server.reader.grammars.trial.process is process
+    process.kill()
+    process.wait()
+    assert ask({"const": 10}).status_code == 200
 
 
 def test_prompts_are_scored_in_turns_and_no_more_than_may_wait(decoder, monkeypatch) -> None:
@@ -241,6 +240,14 @@ def opened(port: int, sent: bytes) -> socket.socket:
     return line
 
 
+def is_closed(line: socket.socket) -> bool:
+    """Whether the server closes a connection soon."""
+    try:
+        return line.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
 NO_BODY = HALF + b"ngth: 50\r\nContent-Type: application/json\r\n\r\n{"
 
@@ -250,10 +257,10 @@ def test_connections_without_a_request_are_closed_and_make_room(decoder, monkeyp
     with listening(decoder) as port:
         half = [opened(port, HALF) for _ in range(12)]
         assert asks(port) == 200
-        assert half[0].recv(1) == b"", "the oldest are closed"
+        assert is_closed(half[0]), "the oldest are closed"
         monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
         late = opened(port, HALF)
-        assert late.recv(1) == b"" and asks(port) == 200
+        assert is_closed(late) and asks(port) == 200
         for line in [*half, late]:
             line.close()
 
