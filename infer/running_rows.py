@@ -230,7 +230,7 @@ class RunningRows:
         method, first = self._method(run, Way.of(tickets[0].request)), group[0]
         past = first.past or method.recall(run)
         known = 0 if past is None else past.cache.longest
-        if known < min(first.read, *(each.read for each in group)):
+        if known < min(each.read for each in group) or (end is not None and known > first.read):
             for each in group:
                 each.read = known
             return [], False

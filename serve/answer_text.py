@@ -62,8 +62,8 @@ class AnswerText(Stop):
         end = len(self.said) if ended else len(self.said) - held(self.said, self.stops)
         parts: list[tuple[str, bool]] = []
         while self.whole < len(self.drafted):  # tokens that were not shown to their ends
-            is_last, is_drafted = self.whole + 1 == len(self.drafted), self.drafted[self.whole]
-            mark = len(self.said) if is_last else self.places[self.whole + 1]
+            ends = [*self.places[self.whole + 1 : self.whole + 2], len(self.said)]
+            mark, is_drafted = ends[0], self.drafted[self.whole]
             if part := self.said[self.shown : min(mark, end)]:
                 self.shown += len(part)
                 if parts and parts[-1][1] == is_drafted:

@@ -172,6 +172,26 @@ def test_long_prompts_are_read_in_parts_and_answered_as_if_they_were_not(
         assert found[number][0].row.reused == 0
 
 
+def test_what_is_kept_or_forgotten_while_a_prompt_waits_changes_no_answer(target) -> None:
+    decoder = Decoder(target)
+    decoder.end_ids, decoder.memory.most_kept = frozenset(), 4
+    prompt, options = [9, 10, 11, 12] * 8, read_options({"max_new_tokens": 5})
+    rows = decoder.running_rows(4)
+    rows.prompts.most = 8
+    tickets = [Ticket(n, decoder.request([*prompt, n + 8], options)) for n in range(3)]
+    expected = [decoder.generate([*prompt, n + 8], max_new_tokens=5).sequences[0] for n in range(3)]
+    rows.admit(tickets[1:2])  # nothing is known yet
+    found = all_gains(decoder.running_rows(1), tickets[:1], at_once=1)
+    found |= all_gains(rows, [], at_once=0)
+    assert found[1][0].row.reused > 0
+    rows.admit(tickets[2:])
+    decoder.forget()
+    found |= all_gains(rows, [], at_once=0)
+    assert found[2][0].row.reused == 0
+    for number, gains in found.items():
+        assert [token for gain in gains for token in gain.tokens] == expected[number]
+
+
 def test_rows_go_on_while_a_long_prompt_is_read(target) -> None:
     decoder = Decoder(target)
     decoder.end_ids = frozenset()
