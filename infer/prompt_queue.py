@@ -45,7 +45,7 @@ class Unread:
 
 
 # Reads prompts to their ends, or one alone to the position that is given; returns first tokens, and
-# whether the prompts are read now. They are not where other parts of them were known than it seemed.
+# whether the prompts are read now: not where another part of them was known than it seemed.
 Read: TypeAlias = Callable[[Sequence[Unread], int | None], tuple[list[Gain], bool]]
 
 
