@@ -74,7 +74,7 @@ class GuardedStop(Stop):
             return "cancelled"
 
 
-class GuardedProcessors(LogitsProcessorList):  # type: ignore[misc]
+class GuardedProcessors(LogitsProcessorList):
     """The processors of one request, which allow it no token where one raises an exception."""
 
     def __init__(self, ticket: Ticket, processors: LogitsProcessorList):
@@ -84,7 +84,7 @@ class GuardedProcessors(LogitsProcessorList):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """The processed scores [M, V] after input_ids [M, T]."""
         try:
-            return super().__call__(input_ids, scores)  # type: ignore[arg-type, return-value]
+            return super().__call__(input_ids, scores)  # type: ignore[arg-type]
         except Exception as error:
             self.ticket.trouble.append(error)
             return torch.full_like(scores, -torch.inf)

@@ -111,7 +111,7 @@ class Scorings:
         """End the first prompt in the event loop of the client's task."""
         _, found = self.waiting.popleft()
         with suppress(RuntimeError):  # the loop is closed
-            found.get_loop().call_soon_threadsafe(lambda: found.done() or settle())
+            found.get_loop().call_soon_threadsafe(lambda: None if found.done() else settle())
 
 
 def failed(error: str) -> ApiError:
