@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from drafthead.heads.drafting.drafter import Drafter, NoDraft, NoDrafter
-from drafthead.heads.drafting.row_state import bytes_of, chosen
+from drafthead.heads.drafting.row_state import chosen, leaves
+from drafthead.heads.kv_cache.column_cache import ColumnCache
 from drafthead.heads.target.weight_state import state_of
 from drafthead.infer.engine.loop import Known
 
@@ -40,13 +41,18 @@ class Past(Known):
 
     def trim(self) -> None:
         """Give back the columns that nothing is in."""
-        self.cache.trim()
-        self.session.trim()
+        for cache in leaves([self.cache, self.session]):
+            if isinstance(cache, ColumnCache):
+                cache.trim()
 
     @property
     def bytes(self) -> int:
-        """What the states take."""
-        return bytes_of(self.cache) + bytes_of(self.session)
+        """What the tensors take."""
+        parts = [*leaves([self.cache, self.session])]
+        caches = [
+            states for part in parts if isinstance(part, ColumnCache) for states in part.states
+        ]
+        return sum(part.nbytes for part in (*parts, *caches) if isinstance(part, torch.Tensor))
 
     def copied(self, rows: int, length: int) -> "Past":
         """A past of its own for each of `rows` rows: the first `length` positions of this one."""

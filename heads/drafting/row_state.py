@@ -1,7 +1,7 @@
 """What a session knows of each row: rows can be chosen, and joined with those of another."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -39,23 +39,16 @@ class RowState:
             if hasattr(state, "cut"):
                 state.cut(length)
 
-    def trim(self) -> None:
-        """Give back the columns that nothing is in, in whatever has columns."""
-        for name in self.row_state:
-            state = getattr(self, name)
-            if hasattr(state, "trim"):
-                state.trim()
 
-
-def bytes_of(state: Any) -> int:
-    """What the tensors of a state take; see `RowState` for what that may be."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
+def leaves(state: Any) -> Iterator[Any]:
+    """The tensors and caches of a state, and what else is not made of others."""
     if isinstance(state, (list, tuple)):
-        return sum(map(bytes_of, state))
-    if hasattr(state, "states"):  # a cache
-        return bytes_of(state.states)
-    return sum(bytes_of(getattr(state, name)) for name in getattr(state, "row_state", ()))
+        for part in state:
+            yield from leaves(part)
+    elif isinstance(state, RowState):
+        yield from leaves([getattr(state, name) for name in state.row_state])
+    else:
+        yield state
 
 
 def chosen(state: Any, rows: torch.Tensor) -> Any:
