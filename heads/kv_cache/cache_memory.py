@@ -13,8 +13,9 @@ import torch
 
 Shape = tuple[int, ...]
 # Unused memory that is kept, as a multiple of what was in use at the most. A cache that grows by
-# half at least each time leaves behind at most twice what it ends with.
-MOST_UNUSED = 2
+# half at least each time leaves behind at most twice what it ends with. So many bytes are kept in
+# any case: they are a small part of any device, and recordings go with their memory.
+MOST_UNUSED, ALWAYS_KEPT = 2, 2**28
 
 
 class FreshStores:
@@ -96,7 +97,8 @@ class CacheMemory:
                 stores = [fresh[place] for place in range(count)]
         in_use = sum(bytes_of(lease.stores) for lease in self.leases) + bytes_of(stores)
         self.most_in_use = max(self.most_in_use, in_use)
-        while sum(bytes_of(s.stores) for s in [*self.unused]) > MOST_UNUSED * self.most_in_use:
+        most = max(MOST_UNUSED * self.most_in_use, ALWAYS_KEPT)
+        while sum(bytes_of(s.stores) for s in [*self.unused]) > most:
             self.unused.pop(0)
         return stores
 

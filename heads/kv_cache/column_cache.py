@@ -24,8 +24,10 @@ from drafthead.heads.kv_cache.cache_memory import CacheMemory, FreshStores, Leas
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128
 GROWTH = 1.5
-# Where passes are recorded, also short texts get this many columns: fewer capacities, recordings.
-LEAST_RECORDED = 4 * BLOCK
+# Where passes are recorded, also short texts get this many columns in all rows together, and this
+# many in each: a text of another capacity would record each pass again, 50 to 100 ms at a time.
+# Kernels read the columns in use alone, so columns that stay empty cost memory and no time.
+LEAST_RECORDED, LEAST_OF_A_ROW = 8 * BLOCK, 4 * BLOCK
 # Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
 # mask, grow with them; more would hardly be quicker.
 READ_CHUNK = 1024
@@ -166,7 +168,7 @@ class ColumnCache:
         # graphs of their own for it.
         if columns < self.keys[0].shape[2]:
             return
-        self._enlarge(self._capacity(grown(columns)))
+        self._enlarge(self._capacity(grown(columns), len(self.keys[0])))
 
     def _enlarge(self, capacity: int) -> None:
         """Go on in memory of that many columns, layer by layer."""
@@ -176,11 +178,11 @@ class ColumnCache:
                 layers[layer] = enlarged(states, stores[first + layer])
         self.stores = stores
 
-    def _capacity(self, columns: int) -> int:
-        """Columns to allocate where `columns` are wanted."""
+    def _capacity(self, columns: int, rows: int) -> int:
+        """Columns to allocate for each of so many rows where `columns` are wanted."""
         if self.memory is None:
             return rounded(columns, BLOCK)
-        return in_steps(max(columns, LEAST_RECORDED), BLOCK)
+        return in_steps(max(columns, LEAST_RECORDED // max(rows, 1), LEAST_OF_A_ROW), BLOCK)
 
     def _new_stores(self, rows: int, capacity: int) -> FreshStores | Lease:
         """Zeroed memory for the keys of each layer, then for the values of each.
@@ -278,7 +280,7 @@ class ColumnCache:
         stay = [(row, place) for place, row in enumerate(order) if row < count]
         come = [(row - count, place) for place, row in enumerate(order) if row >= count]
         moved = len(order) != count or any(row != place for row, place in stay)
-        if moved or self.keys[0].shape[2] >= 2 * self._capacity(grown(self.longest)):
+        if moved or self.keys[0].shape[2] >= 2 * self._capacity(grown(self.longest), len(order)):
             self._move_rows(torch.tensor(stay, device=rows.device), len(order))
         self._ensure(self.longest)
         moves = torch.tensor(come, device=rows.device)
@@ -299,7 +301,7 @@ class ColumnCache:
         lengths = torch.cat([part.lengths for part in parts if part.lengths is not None])
         self.lengths, self.longest = lengths[rows.argsort()], max(part.longest for part in parts)
         self.keys, self.values = parts[0].keys, parts[0].values  # for their shapes
-        stores = self._new_stores(len(rows), self._capacity(self.longest + room + 1))
+        stores = self._new_stores(len(rows), self._capacity(self.longest + room + 1, len(rows)))
         moves = [torch.tensor([*enumerate(group)], device=lengths.device) for group in places]
         layers = []
         for number, of_parts in enumerate(zip(*(part.states for part in parts), strict=True)):
@@ -316,7 +318,7 @@ class ColumnCache:
 
     def _move_rows(self, moves: torch.Tensor, count: int) -> None:
         """Go on with `count` rows, of which some are old ones by `moves` [R, 2]; see `put_rows`."""
-        stores = self._new_stores(count, self._capacity(grown(self.longest)))
+        stores = self._new_stores(count, self._capacity(grown(self.longest), count))
         layers = len(self.keys)
         for part, first in ((self.keys, 0), (self.values, layers)):
             for layer, states in enumerate(part):  # one at a time: its old memory is free again

@@ -104,7 +104,7 @@ class TreeCache(ColumnCache, Cache):
         layers = [self.prompt_states.pop(layer) for layer in range(len(self.prompt_states))]
         self.keys, self.values = ([pair[part] for pair in layers] for part in (0, 1))
         del layers  # so that each layer's states are free again when they have been copied
-        self._enlarge(self._capacity(longest + room + 1))
+        self._enlarge(self._capacity(longest + room + 1, len(self.keys[0])))
 
     def part(self, rows: Sequence[int]) -> "TreeCache":
         """A cache of its own with copies of rows of this one, which has no pending nodes.
