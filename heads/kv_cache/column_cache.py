@@ -254,8 +254,10 @@ class ColumnCache:
 
     def trim(self) -> None:
         """Give back the columns after the committed ones."""
-        capacity = self._capacity(self.longest + 1)
-        if self.keys and capacity < self.keys[0].shape[2]:
+        if not self.keys:
+            return
+        capacity = self._capacity(self.longest + 1, len(self.keys[0]))
+        if capacity < self.keys[0].shape[2]:
             used = [
                 [states[:, :, : self.longest] for states in part]
                 for part in (self.keys, self.values)
