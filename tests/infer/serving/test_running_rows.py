@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rehearsal import rehearse
 from tiny import byte_tokenizer, random_prompts, tiny_llama
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
+from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.kv_cache.column_cache import BLOCK
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
@@ -170,6 +172,30 @@ def test_long_prompts_are_read_in_parts_and_answered_as_if_they_were_not(
         tokens = [token for gain in found[number] for token in gain.tokens]
         assert tokens == decoder.generate(prompt, max_new_tokens=6).sequences[0]
         assert found[number][0].row.reused == 0
+
+
+@pytest.mark.parametrize("name", ["none", "draft-model", "eagle3:own"])
+def test_recorded_passes_read_parts_and_keep_answers_too(
+    target, make_drafter, monkeypatch, name
+) -> None:
+    rehearse(monkeypatch)
+    prompts = [[9, 10, 11, 12] * 6, [13, 14], [9, 10, 11, 12] * 5]
+    decoder = decoder_with(name, target, make_drafter)
+    if decoder.drafter is not None:
+        decoder.drafter.compile()
+    decoder = Decoder(CompiledTarget(target), decoder.drafter)
+    decoder.memory.most_kept = 4
+    rows, options = decoder.running_rows(4), read_options({"max_new_tokens": 6})
+    rows.prompts.most = 7
+    plain = Decoder(target)
+    for again in range(3):  # the second time from what was kept
+        longer = [[*prompt, *[20 + again] * again] for prompt in prompts]
+        tickets = [Ticket(n, decoder.request(each, options)) for n, each in enumerate(longer)]
+        found = all_gains(rows, tickets, at_once=2)
+        for number, prompt in enumerate(longer):
+            tokens = [token for gain in found[number] for token in gain.tokens]
+            assert tokens == plain.generate(prompt, max_new_tokens=6).sequences[0]
+            assert (found[number][0].row.reused > 0) >= (again > 0 and len(prompt) > 9)
 
 
 def test_what_is_kept_or_forgotten_while_a_prompt_waits_changes_no_answer(target) -> None:
