@@ -272,7 +272,7 @@ class Decoder:
 
     def running_rows(self, max_rows: int) -> RunningRows:
         """Rows for requests that come and go, up to `max_rows` of them; none is at work yet."""
-        return RunningRows(self.method, self.target.device, max_rows, self.memory)
+        return RunningRows(self.method, self.target, max_rows, self.memory)
 
     def remember(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -290,7 +290,8 @@ class Decoder:
         settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
-            self.memory.add(self.method(run).read(run))
+            method = self.method(run)
+            self.memory.add(method.read(run, method.recall(run)))
 
     def forget(self) -> None:
         """Remember nothing any more, and let the memory go."""

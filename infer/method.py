@@ -45,10 +45,10 @@ class Method:
             return self.memory.recall(run.request.prompts, self.drafter, run.request.cache_salt)
 
     @torch.no_grad()
-    def read(self, run: BatchRun) -> Past:
-        """The past of a batch of one prompt that is read to its end, and not answered."""
+    def read(self, run: BatchRun, past: Past | None) -> Past:
+        """The past of a batch of one prompt that is read after `past`, and not answered."""
         stepper = self.stepper(run)
-        session, _ = read_prompts(stepper, self.drafter, self.recall(run))
+        session, _ = read_prompts(stepper, self.drafter, past)
         return Past(stepper.cache, session, run.request.prompts[0])
 
 

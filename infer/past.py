@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from drafthead.heads.drafting.drafter import Drafter, NoDraft, NoDrafter
-from drafthead.heads.drafting.row_state import chosen
+from drafthead.heads.drafting.row_state import chosen, leaves
+from drafthead.heads.kv_cache.column_cache import ColumnCache
 from drafthead.heads.target.weight_state import state_of
 from drafthead.infer.engine.loop import Known
 
@@ -38,6 +40,21 @@ class Past(Known):
         self.cache.cut(length)
         self.session.cut(length)
 
+    def trim(self) -> None:
+        """Give back the columns that nothing is in."""
+        for cache in leaves([self.cache, self.session]):
+            if isinstance(cache, ColumnCache):
+                cache.trim()
+
+    @property
+    def bytes(self) -> int:
+        """What the tensors take."""
+        parts = [*leaves([self.cache, self.session])]
+        caches = [
+            states for part in parts if isinstance(part, ColumnCache) for states in part.states
+        ]
+        return sum(part.nbytes for part in (*parts, *caches) if isinstance(part, torch.Tensor))
+
     def copied(self, rows: int, length: int) -> "Past":
         """A past of its own for each of `rows` rows: the first `length` positions of this one."""
         assert self.cache.lengths is not None
@@ -56,6 +73,7 @@ class Memory:
         self.pasts: list[tuple[Past, Any]] = []  # with the state of the weights that read it
         self.kept: list[tuple[Past, Any]] = []  # of answers, the last ones
         self.most_kept = 0
+        self.most_bytes = 2 << 30  # that kept answers take
 
     def known(self, salt: str = "") -> list[Past]:
         """What was read for requests of a salt, and the model would read in the same way today."""
@@ -72,15 +90,20 @@ class Memory:
     def keep(self, past: Past) -> None:
         """Keep what was read for an answer of one row, until `most_kept` later ones have ended.
 
-        It takes the place of one that it goes on with.
+        It takes the place of one that it goes on with, and of earlier ones where all take more than
+        `most_bytes`.
         """
         past.cut(len(past.tokens) - 1)
+        past.trim()
         rest = [
             (old, state)
             for old, state in self.kept
             if common_prefix(old.tokens, past.tokens) < len(old.tokens) or old.salt != past.salt
         ]
-        self.kept = [*rest, (past, state_of(self.model))][-self.most_kept :]
+        kept = [*rest, (past, state_of(self.model))][-self.most_kept :]
+        sizes = accumulate(past.bytes for past, _ in reversed(kept))
+        fit = sum(size <= self.most_bytes for size in sizes)
+        self.kept = kept[len(kept) - fit :]
 
     def recall(
         self, prompts: Sequence[Sequence[int]], drafter: Drafter, salt: str = ""

@@ -1,91 +1,59 @@
 """Rows at work for requests that come and go: they join batches, end, and leave."""
 
-from collections import defaultdict
+import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from time import perf_counter
+from typing import Protocol
 
 import torch
 
 from drafthead.heads.drafting.row_state import chosen
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.infer.answers.results import Logprobs
+from drafthead.heads.target.target import Target
 from drafthead.infer.answers.score_record import LogprobRecord
-from drafthead.infer.engine.batch_run import BatchRun, Emitted, Row
+from drafthead.infer.engine.batch_run import BatchRun, Emitted, no_token_in
 from drafthead.infer.engine.loop import next_step, read_prompts
+from drafthead.infer.engine.prefill import prompt_groups
 from drafthead.infer.method import Method
 from drafthead.infer.past import Memory, Past, longest_of
-from drafthead.infer.request.request import Request
-from drafthead.infer.request.stopping import Stop
+from drafthead.infer.prompt_queue import Prompts, Unread
+from drafthead.infer.tickets import Gain, Ticket, Way, beginning, broken_off, merged, told
 
-MOST_PADDING = 0.25
+logger = logging.getLogger(__name__)
+
 MOST_METHODS = 32  # ways of sampling whose planners are kept
+# What a step costs beside the columns that its rows read, in columns of one row. SmolLM2-135M in
+# bfloat16 on one core: 0.2 s, then 0.15 ms each. On GPUs it is the bytes of the weights over those
+# of a column: 122,000 for Llama 3 8B, 27,000 for Llama 2 7B, 80,000 for Qwen2 0.5B.
+STEP_COST = {"cpu": 1024}
+STEP_COST_ELSEWHERE = 32768
+COUNTED = 128  # lengths are compared in units of so many columns
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """A request that was found to be valid, as a batch of one prompt."""
+class Turns(Protocol):
+    """Work that is done in turns with other work."""
 
-    id: Hashable
-    request: Request
+    used: float  # what its turns have taken, or what others had when it came
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompts[0])
+    def count(self) -> int:
+        """How much is to be done: 0 where nothing is."""
 
+    def turn(self) -> list[Gain]:
+        """Do a part of it; returns what answers have gained."""
 
-class Way(NamedTuple):
-    """What requests have in common that can be rows of one batch."""
-
-    sampling: SamplingConfig
-    end_ids: frozenset[int]
-    processed: bool
-    top_logprobs: int | None
-
-    @classmethod
-    def of(cls, request: Request) -> "Way":
-        """How a request is decoded."""
-        processed = bool(request.processors)
-        return cls(request.sampling, request.end_ids, processed, request.top_logprobs)
-
-
-@dataclass(frozen=True)
-class Gain:
-    """What a pass has added to the answer of one request."""
-
-    ticket: Ticket
-    row: Row
-    tokens: list[int]
-    proposed: int  # tokens that were drafted for the pass
-    accepted: int  # and those that it accepted, of which the answer's end may have cut some
-    logprobs: Logprobs | None  # of the tokens, where they were asked for
-    ended: bool  # whether these are the last ones; `row` may have gone on already
-
-
-def merged(tickets: Sequence[Ticket]) -> Request:
-    """The requests, which agree in all but prompts, limits, seeds and stops, as one batch."""
-    requests = [ticket.request for ticket in tickets]
-    stops = [each.stops[0] if each.stops else Stop((), ()) for each in requests]
-    return replace(
-        requests[0],
-        prompts=[prompt for each in requests for prompt in each.prompts],
-        limits=[limit for each in requests for limit in each.limits],
-        seeds=[seed for each in requests for seed in each.seeds],
-        processors=[processor for each in requests for processor in each.processors],
-        stops=stops if any(each.stops for each in requests) else [],
-        prefixes=[prefix for each in requests for prefix in each.prefixes or each.prompts],
-    )
+    def given_up(self, error: Exception) -> list[Gain]:
+        """Do no more of it, after a turn has raised an exception; returns answers' ends."""
 
 
 class ServedRows:
     """Rows of one batch at work, and whose answers they are."""
 
-    def __init__(self, method: Method, run: BatchRun, tickets: Sequence[Ticket]):
-        """Reads the prompts of `run`, one for each ticket, in one pass."""
-        self.method, self.tickets = method, list(tickets)
+    def __init__(self, method: Method, run: BatchRun, tickets: Sequence[Ticket], past: Past | None):
+        """Reads the prompts of `run`, one for each ticket, after what `past` knows of them."""
+        self.method, self.tickets, self.way = method, list(tickets), Way.of(tickets[0].request)
+        self.used = 0.0  # seconds of turns, see `RunningRows`
         self.stepper = method.stepper(run)
-        self.session, emitted = read_prompts(self.stepper, method.drafter, method.recall(run))
+        self.session, emitted = read_prompts(self.stepper, method.drafter, past)
         self.emitted: Emitted = emitted  # by the last pass
         self.proposed = 0  # tokens for each row, in the last pass
 
@@ -93,6 +61,32 @@ class ServedRows:
     def count(self) -> int:
         """Rows whose answers have not ended."""
         return sum(row.active for row in self.stepper.run.batch.running_rows())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and answer of each row whose answer has not ended, rounded up."""
+        rows = [row for row in self.stepper.run.batch.running_rows() if row.active]
+        return [-(-(row.prompt_length + len(row.tokens)) // COUNTED) * COUNTED for row in rows]
+
+    def suits(self, other: "ServedRows") -> bool:
+        """Whether the rows of both are decoded alike, and a step of all costs less than two do."""
+        device = self.stepper.target.device.type
+        cost = STEP_COST.get(device, STEP_COST_ELSEWHERE)
+        both = [*self.lengths, *other.lengths]
+        return self.way == other.way and len(prompt_groups(both, cost)) == 1
+
+    def turn(self) -> list[Gain]:
+        """One step of all rows; returns what it has added to their answers."""
+        self.step()
+        return self.gains()
+
+    def given_up(self, error: Exception) -> list[Gain]:
+        """The ends of all answers that have not ended, after an exception in a step of all rows."""
+        rows = self.stepper.run.batch.rows
+        ids = [ticket for ticket, row in zip(self.tickets, rows, strict=True) if row.active]
+        for row in rows:
+            row.finish_reason = row.finish_reason or "cancelled"
+        return broken_off(ids, error)
 
     def step(self) -> None:
         """One step of all rows."""
@@ -112,22 +106,32 @@ class ServedRows:
         if isinstance(record, LogprobRecord):
             logprobs = record.part(number, len(row.tokens) - len(tokens), len(tokens))
         accepted = row.accept_lengths[-1] - 1 if row.accept_lengths else 0
-        ticket, ended = self.tickets[number], not row.active
-        return Gain(ticket, row, tokens, self.proposed, accepted, logprobs, ended)
+        ticket, ended, error = self.tickets[number], not row.active, None
+        if row.failed or (ticket.trouble and row.finish_reason == "cancelled"):
+            trouble = ticket.trouble
+            error = told(trouble[-1]) if trouble else no_token_in("the prompt", row.tokens)
+        return Gain(ticket, row, tokens, self.proposed, accepted, logprobs, ended, error)
 
     def keep(self, memory: Memory) -> None:
         """From now on keep in a memory what was read for rows that end."""
 
         def kept(places: Sequence[int]) -> None:
-            """Keep what was read for the rows at these places."""
+            """Keep what was read for the rows at these places, but for those that failed."""
             run, cache = self.stepper.run, self.stepper.cache
             for place in places:
-                number = run.batch.running[place]
-                request = self.tickets[number].request
-                tokens = [*request.prompts[0], *run.batch.rows[number].tokens]
+                ticket, answer = (
+                    self.tickets[number := run.batch.running[place]],
+                    run.batch.rows[number],
+                )
+                if answer.failed or ticket.trouble:
+                    continue
+                tokens = [*ticket.request.prompts[0], *answer.tokens]
                 row = torch.tensor([place], device=self.stepper.target.device)
-                past = (chosen(cache, row), chosen(self.session, row), tokens)
-                memory.keep(Past(*past, request.cache_salt))
+                salt = ticket.request.cache_salt
+                try:
+                    memory.keep(Past(chosen(cache, row), chosen(self.session, row), tokens, salt))
+                except Exception:  # the answer itself is whole
+                    logger.exception("an answer cannot be kept for prompts that go on with it")
 
         self.stepper.before_end = kept
 
@@ -154,85 +158,133 @@ class ServedRows:
 class RunningRows:
     """Rows at work on requests of all kinds.
 
-    Those that are decoded alike make one batch. Several batches take turns, a step each, so no
-    request waits until others have ended.
+    Those that are decoded alike and are about as long make one batch. Batches and the passes over
+    prompts take turns by time: what has had the least goes on, so no request waits until others
+    have ended, and a long one pays with its own time.
     """
 
     def __init__(
         self,
         method_for: Callable[[BatchRun], Method],
-        device: torch.device,
+        target: Target,
         max_rows: int,
         memory: Memory,
     ):
         """`memory` is what prompts may begin with."""
-        self.method_for, self.device, self.max_rows = method_for, device, max_rows
+        self.method_for, self.target, self.max_rows = method_for, target, max_rows
         self.memory = memory
         self.methods: dict[Way, Method] = {}
-        self.batches: dict[Way, ServedRows] = {}
+        self.prompts = Prompts(target, self._read)
+        self.batches: list[ServedRows] = []
+        self.others: list[Turns] = []  # whatever else the thread has to do
+        self.ready: list[Turns] = []  # what had something to do at the last turn
+        self.now = 0.0  # what these have had of time; others begin with it
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.device
 
     @property
     def count(self) -> int:
-        """Rows whose answers have not ended."""
-        return sum(rows.count for rows in self.batches.values())
+        """Rows whose answers have not ended, also those whose prompts are still unread."""
+        return len(self.prompts.unread) + sum(rows.count for rows in self.batches)
 
-    @torch.no_grad()
-    def admit(self, tickets: Sequence[Ticket]) -> list[Gain]:
-        """Read the prompts of requests; returns their first tokens.
-
-        Prompts that begin with the same remembered one are read together.
-        """
-        groups: dict[object, list[Ticket]] = defaultdict(list)
-        salts = {ticket.request.cache_salt for ticket in tickets}
-        known = {salt: self.memory.known(salt) for salt in salts}
+    def admit(self, tickets: Sequence[Ticket]) -> None:
+        """Let requests have rows; their prompts are read in the next turns."""
         for ticket in tickets:
             salt = ticket.request.cache_salt
-            _, past = longest_of(known[salt], ticket.request.prompts)
-            groups[Way.of(ticket.request), salt, id(past)].append(ticket)
-        return [
-            gain
-            for group in groups.values()
-            for similar in alike(group)
-            for gain in self._read(similar)
-        ]
+            length, past = longest_of(self.memory.known(salt), ticket.request.prompts)
+            key = Way.of(ticket.request), salt, id(past)
+            self.prompts.unread.append(Unread(ticket, key, length))
 
-    def _read(self, tickets: Sequence[Ticket]) -> list[Gain]:
-        """Read prompts of similar length, of requests that are decoded alike."""
-        way = Way.of(tickets[0].request)
+    @torch.no_grad()
+    def step(self) -> list[Gain]:
+        """One turn: a pass over prompts or a step of a batch; returns what answers have gained.
+
+        An answer whose turn raises an exception ends with it, and so do those of its batch.
+        """
+        known: list[Turns] = [*self.batches, self.prompts, *self.others]
+        before, self.ready = self.ready, [each for each in known if each.count]
+        if not self.ready:
+            return []
+        for each in self.ready:
+            each.used = each.used if each in before else max(each.used, self.now)
+        self.prompts.alone = self.ready == [self.prompts]
+        turns = min(self.ready, key=lambda each: each.used)
+        self.now, began = turns.used, perf_counter()
+        try:
+            gains = turns.turn()
+        except Exception as error:
+            logger.exception("what was at work is given up")
+            gains = turns.given_up(error)
+        # Processes that share a target must all choose the same, which no clock makes sure of.
+        turns.used += 1 if self.target.is_shared else perf_counter() - began
+        if any(gain.ended for gain in gains) or turns is self.prompts:
+            gains += self._regrouped()
+        return gains
+
+    def _read(self, group: Sequence[Unread], end: int | None) -> tuple[list[Gain], bool]:
+        """Read prompts, see `Prompts`; rows whose prompts are read make a batch."""
+        tickets = [each.ticket for each in group]
         run = BatchRun(merged(tickets), self.device, rows_fail_alone=True)
+        method, first = self._method(run, Way.of(tickets[0].request)), group[0]
+        past = first.past or method.recall(run)
+        known = 0 if past is None else past.cache.longest
+        if known < min(each.read for each in group) or (end is not None and known > first.read):
+            for each in group:
+                each.read = known
+            return [], False
+        first.reused = first.reused if first.past else known
+        if end is not None:
+            first.past = method.read(BatchRun(beginning(run.request, end), self.device), past)
+            first.read = end - 1  # what is known of a position may depend on the token after it
+            first.past.cut(first.read)
+            return [], False
+        newcomers = ServedRows(method, run, tickets, past)
+        run.reuse(first.reused)
+        if self.memory.most_kept:
+            newcomers.keep(self.memory)
+        self.batches.append(newcomers)
+        return newcomers.gains(), True
+
+    def _method(self, run: BatchRun, way: Way) -> Method:
+        """How requests are decoded that have a way in common."""
         if way not in self.methods:
             self.methods[way] = self.method_for(run)
             if len(self.methods) > MOST_METHODS:
                 del self.methods[next(iter(self.methods))]
-        newcomers = ServedRows(self.methods[way], run, tickets)
-        if self.memory.most_kept:
-            newcomers.keep(self.memory)
-        gains = newcomers.gains()
-        if newcomers.count and way in self.batches:
-            self.batches[way].join(newcomers)
-        elif newcomers.count:
-            self.batches[way] = newcomers
-        return gains
+        return self.methods[way]
 
-    @torch.no_grad()
-    def step(self) -> list[Gain]:
-        """One step of each batch; returns what it has added to the answers."""
-        gains = []
-        for rows in self.batches.values():
-            rows.step()
-            gains += rows.gains()
-        self._drop_ended()
-        return gains
+    def cancel(self, ids: Collection[Hashable]) -> list[Gain]:
+        """End the answers to some requests as they are; their rows are free.
 
-    def cancel(self, ids: Collection[Hashable]) -> None:
-        """End the answers to some requests as they are; their rows are free."""
-        for rows in self.batches.values():
+        Returns the ends of others, where these cannot go on together.
+        """
+        self.prompts.cancel(ids)
+        for rows in self.batches:
             rows.cancel(ids)
-        self._drop_ended()
+        return self._regrouped()
 
-    def _drop_ended(self) -> None:
-        """Forget batches whose answers have all ended."""
-        self.batches = {way: rows for way, rows in self.batches.items() if rows.count}
+    def _regrouped(self) -> list[Gain]:
+        """Forget batches whose answers have all ended, and join those that cost less as one.
+
+        Returns the ends of answers in batches that could not be joined.
+        """
+        found: list[ServedRows] = []
+        lost: list[Gain] = []
+        for rows in self.batches:
+            other = next((each for each in found if rows.count and each.suits(rows)), None)
+            try:
+                if other is not None:
+                    other.join(rows)
+                elif rows.count:
+                    found.append(rows)
+            except Exception as error:
+                logger.exception("two batches cannot be joined, and are given up")
+                lost += [gain for each in (other, rows) if each for gain in each.given_up(error)]
+        self.batches = [rows for rows in found if rows.count]
+        return lost
 
 
 def seats(old: Sequence[bool], new: Sequence[bool]) -> list[int]:
@@ -250,21 +302,3 @@ def seats(old: Sequence[bool], new: Sequence[bool]) -> list[int]:
         else:
             order.append(row)
     return order
-
-
-def alike(tickets: Sequence[Ticket]) -> list[list[Ticket]]:
-    """Tickets in groups of similar prompts, the longest first, each of which one pass reads.
-
-    Padding is at most `MOST_PADDING` of what the others are: prompts of 90, 80, 40 and 35 tokens
-    are read in two passes.
-    """
-    groups: list[list[Ticket]] = []
-    read = padded = 0  # tokens of the last group, without and with padding
-    for ticket in sorted(tickets, key=lambda ticket: ticket.prompt_length, reverse=True):
-        longest = groups[-1][0].prompt_length if groups else 0
-        read, padded = read + ticket.prompt_length, padded + longest
-        if not groups or padded > (1 + MOST_PADDING) * read:
-            groups.append([])
-            read = padded = ticket.prompt_length
-        groups[-1].append(ticket)
-    return groups

@@ -10,14 +10,14 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.errors import UserError
-from drafthead.infer.engine.batch_run import no_token_in
 from drafthead.infer.request.options import OF_ONE_CALL, DecodeOptions, read_options
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import Options, Request
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.request.text_pieces import texts_of
 from drafthead.infer.request.values import whole_option
-from drafthead.infer.running_rows import Gain, RunningRows, Ticket
+from drafthead.infer.running_rows import RunningRows
+from drafthead.infer.tickets import Gain, Ticket
 from drafthead.infer.verifiers import verifier_for
 
 # Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
@@ -57,14 +57,12 @@ class Answer:
 
 def answer_of(gain: Gain, tokenizer: PreTrainedTokenizerBase | None) -> Answer:
     """The answer that a request's row holds once it has ended."""
-    row, tokens, error = gain.row, gain.row.tokens, None
-    if row.failed:
-        error, tokens = no_token_in("the prompt", tokens), tokens[:-1]
-    request = gain.ticket.request
+    row, request = gain.row, gain.ticket.request
+    tokens = row.tokens[:-1] if row.failed else row.tokens
     before = request.prefixes or request.prompts
     text = texts_of([tokens], tokenizer, after=before)[0] if tokenizer else ""
-    reason = row.finish_reason if error is None else None
-    return Answer(gain.ticket.id, tokens, text, reason, row.accept_lengths, error, row.reused)
+    reason = row.finish_reason if gain.error is None else None
+    return Answer(gain.ticket.id, tokens, text, reason, row.accept_lengths, gain.error, row.reused)
 
 
 Requests: TypeAlias = Iterable[ServeRequest | Prompt] | Queue[ServeRequest | Prompt | None]
@@ -181,7 +179,7 @@ def serve(
         # A pass over few prompts costs more for each of them than one over many.
         found = waiting.take(free if free >= least else 0, wait=not rows.count)
         yield from (each for each in found if isinstance(each, Answer))
-        first = rows.admit([each for each in found if isinstance(each, Ticket)])
-        for gain in [*first, *rows.step()]:
+        rows.admit([each for each in found if isinstance(each, Ticket)])
+        for gain in rows.step():
             if gain.ended:
                 yield answer_of(gain, tokenizer)

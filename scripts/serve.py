@@ -43,6 +43,9 @@ def main(
     max_body: Annotated[
         int, typer.Option(help="Most bytes of a request.", callback=options.at_least_one)
     ] = 4 << 20,
+    max_kept: Annotated[
+        int, typer.Option(help="Most MiB kept of answers, for prompts that go on.", min=0)
+    ] = 2048,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="Origin whose pages may ask this server, or *. Repeatable."),
@@ -85,6 +88,7 @@ def main(
         max_queue=max_queue,
         max_body=max_body,
         max_length=max_length,
+        max_kept=max_kept,
         api_key=api_key,
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(name.lower() for name in allowed_host or ()),

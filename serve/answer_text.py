@@ -52,7 +52,7 @@ class AnswerText(Stop):
         self.places: list[int] = []  # where the text of each token begins
         self.drafted: list[bool] = []  # of each token that was shown
         self.stopped = False
-        self.shown = 0  # characters
+        self.shown = self.whole = 0  # characters, and tokens whose text was shown to its end
 
     def __call__(self, token: int) -> FinishReason | None:
         """Why the answer ends with this token; None where it goes on."""
@@ -94,19 +94,20 @@ class AnswerText(Stop):
             self.said += self.growing.rest()
         end = len(self.said)
         if not ended:
-            end = self._end_of_text(
-                len(self.read) - held(bytes(self.read[-self.longest :]), self.stops)
-            )
-        marks = [*self.places[1 : len(self.drafted)], len(self.said)]
+            waiting = held(bytes(self.read[-self.longest :]), self.stops)
+            end = self._end_of_text(len(self.read) - waiting)
         parts: list[tuple[str, bool]] = []
-        for mark, is_drafted in zip(marks, self.drafted, strict=False):
-            part = self.said[self.shown : min(mark, end)]
-            if not part:
-                continue
-            self.shown += len(part)
-            if parts and parts[-1][1] == is_drafted:
-                part = parts.pop()[0] + part
-            parts.append((part, is_drafted))
+        while self.whole < len(self.drafted):  # tokens that were not shown to their ends
+            ends = [*self.places[self.whole + 1 : self.whole + 2], len(self.said)]
+            mark, is_drafted = ends[0], self.drafted[self.whole]
+            if part := self.said[self.shown : min(mark, end)]:
+                self.shown += len(part)
+                if parts and parts[-1][1] == is_drafted:
+                    part = parts.pop()[0] + part
+                parts.append((part, is_drafted))
+            if mark > end:  # the rest waits
+                break
+            self.whole += 1
         if ended and self.shown < end:
             parts.append((self.said[self.shown :], False))
         return parts

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -30,9 +30,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from drafthead.heads.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.serve import responses
+from drafthead.serve.connections import Connection, most_connections
 from drafthead.serve.decode_loop import DecodeLoop, Inbox
 from drafthead.serve.errors import ApiError, error_body, not_supported
 from drafthead.serve.json_grammar import JsonGrammars
+from drafthead.serve.limits import Limits, longest_token
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
     ChatRequest,
@@ -50,6 +52,8 @@ CAREFUL = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+READERS = 8  # threads that tokenise; while they do, others can work
+BODY_SECONDS = 60.0  # in which the body of a request has to follow its headers
 GONE = 499  # nginx's status of a client that has not waited for the answer
 Found = TypeVar("Found")
 
@@ -62,6 +66,7 @@ class ServerOptions:
     max_batch: int = 16  # answers that are decoded at a time
     max_queue: int = 256  # answers that may wait
     max_body: int = 4 << 20  # bytes of a request
+    max_kept: int = 2048  # MiB that what was read for answers may take, for prompts that go on
     max_length: int | None = None  # tokens of a prompt and its answer; None: the target's context
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
@@ -126,12 +131,17 @@ class Gate:
 
         if (refusal := self.options.refusal(scope)) is not None:
             return await answer_to(refusal)(scope, receive, careful)
-        seen = 0
+        seen, is_read, end = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def counted() -> Message:
-            """The next part of the request; raises ApiError 413 where that is too long."""
-            nonlocal seen
-            message = await receive()
+            """The next part of the request; raises ApiError 413 for too much, 408 if it is late."""
+            nonlocal seen, is_read
+            try:
+                async with asyncio.timeout_at(None if is_read else end):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ApiError(408, f"no body has come in {BODY_SECONDS:.0f} seconds") from error
+            is_read = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self.options.max_body:
                 raise self.options.too_long
@@ -155,13 +165,18 @@ class Server:
         decoder.memory.most_kept = options.max_batch if options.prefix_cache else 0
         self.started = int(time.time())
         self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, options.max_queue)
+        decoder.memory.most_bytes = options.max_kept << 20
         self.reader = Reader(decoder, self.metrics, self.max_length, JsonGrammars(decoder))
-        # One thread: tokenizers are not made for several.
-        self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        self.limits = Limits(self.max_length, longest_token(self.tokenizer.get_vocab()))
+        # Several: one long text must not hold up the others. Fast tokenizers only read here.
+        self.reading = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
+        # One, of its own: schemas may take long to compile.
+        self.forming = ThreadPoolExecutor(1, thread_name_prefix="forming")
 
-    async def read(self, function: Callable[[], Found]) -> Found:
-        """What a function that tokenises returns, called beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.reading, function)
+    async def read(self, function: Callable[[], Found], has_form: bool = False) -> Found:
+        """What a function that tokenises, or compiles a form, returns, beside the event loop."""
+        threads = self.forming if has_form else self.reading
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     async def answer(
         self, asked: ChatRequest | CompletionRequest, request: Request
@@ -169,7 +184,7 @@ class Server:
         """The response to a request for answers."""
         self.refuse_other(asked.model)
         inbox = Inbox()
-        jobs = await self.read(lambda: self.reader.jobs(asked, inbox))
+        jobs = await self.read(lambda: self.reader.jobs(asked, inbox), bool(asked.response_format))
         most = self.options.max_queue + self.options.max_batch
         if len(jobs) > most:
             raise ApiError(400, f"a request may have {most} answers here, not {len(jobs)}", "n")
@@ -219,6 +234,7 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
         await asyncio.to_thread(server.loop.stop)
 
     app = FastAPI(
+        dependencies=[Depends(server.limits)],
         title="drafthead",
         version=version("drafthead"),
         lifespan=lifespan,
@@ -245,7 +261,16 @@ def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
     """Answer requests until SIGTERM or Ctrl-C; running answers then have `grace` seconds."""
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
         signal.signal(number, lambda *_: None)
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False)
+    Connection.most = most_connections()
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        timeout_graceful_shutdown=grace,
+        access_log=False,
+        http=Connection,
+        backlog=Connection.most,
+    )
 
 
 def answer_to(error: HTTPException) -> JSONResponse:

@@ -3,20 +3,20 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from threading import Condition, Thread
-from typing import Any
 
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import Logprobs
-from drafthead.infer.answers.score_record import prompt_logprobs
-from drafthead.infer.engine.batch_run import no_token_in
+from drafthead.infer.answers.score_record import scored_prompt
 from drafthead.infer.request.request import Request
-from drafthead.infer.running_rows import Gain, Ticket
+from drafthead.infer.running_rows import RunningRows
 from drafthead.infer.serving import newcomers_at_least
+from drafthead.infer.tickets import Gain, Ticket, told
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics
@@ -78,135 +78,215 @@ class Job:
         self.inbox.put(self.id, piece)
 
 
+class Scorings:
+    """Prompts whose tokens are scored one after the other, a part in each turn."""
+
+    def __init__(self) -> None:
+        self.used = 0.0  # seconds of turns, see `RunningRows`
+        self.waiting: deque[tuple[Generator[None, None, Logprobs], asyncio.Future[Logprobs]]]
+        self.waiting = deque()
+
+    @property
+    def count(self) -> int:
+        """Prompts that are not scored to their ends."""
+        return len(self.waiting)
+
+    def turn(self) -> list[Gain]:
+        """Score a part of the first prompt, unless nobody waits for it any more."""
+        passes, found = self.waiting[0]
+        try:
+            if not found.cancelled():
+                next(passes)
+                return []
+            self.waiting.popleft()
+        except StopIteration as end:
+            self._settle(partial(found.set_result, end.value))
+        return []
+
+    def given_up(self, error: Exception) -> list[Gain]:
+        """Give up the first prompt, which has raised an exception."""
+        self._settle(partial(self.waiting[0][1].set_exception, failed(told(error))))
+        return []
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        """End the first prompt in the event loop of the client's task."""
+        _, found = self.waiting.popleft()
+        with suppress(RuntimeError):  # the loop is closed
+            found.get_loop().call_soon_threadsafe(lambda: None if found.done() else settle())
+
+
+def failed(error: str) -> ApiError:
+    """What a client is told whose answer an error has ended."""
+    return ApiError(500, f"decoding failed: {error}")
+
+
 class DecodeLoop:
-    """Decodes what is submitted, up to `max_rows` answers at a time, in a thread of its own."""
+    """Decodes what is submitted, up to `max_rows` answers at a time, in a thread of its own.
+
+    What fails ends the answer that it belongs to and no other; the thread goes on whatever happens.
+    """
 
     def __init__(self, decoder: Decoder, metrics: Metrics, max_rows: int, max_queue: int):
-        self.rows = decoder.running_rows(max_rows)
+        self.decoder, self.max_rows = decoder, max_rows
         self.max_queue, self.target = max_queue, decoder.target
         self.least = newcomers_at_least(max_rows, decoder.target.device)
+        self.scorings = Scorings()
+        self.rows = self._new_rows()
         self.waiting: deque[Job] = deque()
         self.gone: set[int] = set()  # answers that nobody waits for any more
-        self.calls: deque[Callable[[], None]] = deque()
         self.running: dict[int, Job] = {}
         metrics.running.set_function(lambda: len(self.running))
-        metrics.waiting.set_function(lambda: len(self.waiting))
+        metrics.waiting.set_function(lambda: len(self.waiting) + self.scorings.count)
         self.stopping = False
         self.changed = Condition()
         self.thread = Thread(target=self._run, name="decoding", daemon=True)
 
+    def _new_rows(self) -> RunningRows:
+        """Rows of which none is at work."""
+        rows = self.decoder.running_rows(self.max_rows)
+        rows.others.append(self.scorings)
+        return rows
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue answers; raises ApiError 429 when too many wait."""
         with self.changed:
-            free = self.rows.max_rows - len(self.running)
-            if len(self.waiting) + len(jobs) > self.max_queue + free:
-                raise ApiError(
-                    429,
-                    f"{len(self.waiting)} answers wait and {len(jobs)} more are asked for, but the "
-                    f"queue holds {self.max_queue}: try again later",
-                )
+            self._refuse(len(jobs), self.max_rows - len(self.running))
             self.waiting.extend(jobs)
             self.changed.notify()
+
+    def _refuse(self, count: int, free: int) -> None:
+        """Raise ApiError where so many answers more cannot wait, of which some have `free` rows."""
+        if not self.thread.is_alive():
+            raise ApiError(503, "the decoding thread has ended: the server has to be started again")
+        waiting = len(self.waiting) + self.scorings.count
+        if waiting + count > self.max_queue + free:
+            raise ApiError(
+                429,
+                f"{waiting} answers wait and {count} more are asked for, but the "
+                f"queue holds {self.max_queue}: try again later",
+            )
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Decode these answers no further."""
         with self.changed:
             ids = {job.id for job in jobs}
+            for job in self.waiting:
+                if job.id in ids:
+                    job.metrics.end("abort")
             self.waiting = deque(job for job in self.waiting if job.id not in ids)
             self.gone |= ids & self.running.keys()
             self.changed.notify()
 
-    async def call(self, function: Callable[[], Any]) -> Any:
-        """What a function returns that the decoding thread calls between two steps."""
-        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def work() -> None:
-            try:
-                result, settle = function(), found.set_result
-            except Exception as error:
-                result, settle = error, found.set_exception
-            loop.call_soon_threadsafe(lambda: found.done() or settle(result))
-
+    async def score(self, prompt: Sequence[int], top: int) -> Logprobs:
+        """What the target thinks of a prompt's tokens; raises ApiError 429 when too many wait."""
+        found = asyncio.get_running_loop().create_future()
         with self.changed:
-            self.calls.append(work)
+            self._refuse(1, 1)
+            self.scorings.waiting.append((scored_prompt(self.target, prompt, top), found))
             self.changed.notify()
         return await found
 
-    def scores(self, prompt: Sequence[int], top: int) -> Logprobs:
-        """What the target thinks of a prompt's tokens; for `call`."""
-        return prompt_logprobs(self.target, prompt, top)
-
     def stop(self) -> None:
-        """End the thread after its step."""
+        """End the thread after its turn."""
         with self.changed:
             self.stopping = True
             self.changed.notify()
         self.thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self.changed:
-                while not (self.waiting or self.calls or self.running or self.stopping):
-                    self.changed.wait()
-                if self.stopping:
-                    return
-                calls, newcomers = self._taken()
-            for call in calls:
-                call()
-            self._step(newcomers)
+        while not self.stopping:
+            try:
+                self._turn()
+            except BaseException as error:  # nobody else would answer the requests that come
+                logger.exception("decoding failed; all running answers are given up")
+                self._begin_again(error)
 
-    def _taken(self) -> tuple[list[Callable[[], None]], list[Job]]:
-        """What to do now, after rows that nobody waits for are free; called with the lock."""
-        if self.gone:
-            self.rows.cancel(self.gone)
-            for number in self.gone & self.running.keys():
-                self.running.pop(number).metrics.end("abort")
-            self.gone.clear()
-        free = self.rows.max_rows - self.rows.count
-        count = min(free, len(self.waiting)) if free >= self.least else 0
-        newcomers = [self.waiting.popleft() for _ in range(count)]
-        self.running |= {job.id: job for job in newcomers}
-        calls = [*self.calls]
-        self.calls.clear()
-        return calls, newcomers
+    def _turn(self) -> None:
+        """Wait for something to do, and do a part of it."""
+        with self.changed:
+            while not (self.waiting or self.running or self.scorings.count or self.stopping):
+                self.changed.wait()
+            if self.stopping:
+                return
+            gone, self.gone = self.gone & self.running.keys(), set()
+            ended = [self.running.pop(number) for number in gone]
+        if gone:
+            self._free(gone)
+            for job in ended:
+                job.metrics.end("abort")
+        for job in self._newcomers():
+            try:
+                self.rows.admit([Ticket(job.id, job.request)])
+            except Exception as error:
+                logger.exception("an answer cannot begin")
+                self._fail(job, failed(told(error)))
+        for gain in self.rows.step():
+            self._deliver(gain)
+        if self.running and not self.rows.count:
+            raise RuntimeError("answers have lost their rows")
 
-    def _step(self, newcomers: Sequence[Job]) -> None:
-        """Read the prompts of newcomers, and make one step of all rows."""
+    def _newcomers(self) -> list[Job]:
+        """Answers that waited and have a row from now on."""
+        with self.changed:
+            free = self.max_rows - self.rows.count
+            count = min(free, len(self.waiting)) if free >= self.least else 0
+            newcomers = [self.waiting.popleft() for _ in range(count)]
+            self.running |= {job.id: job for job in newcomers}
+        return newcomers
+
+    def _free(self, ids: Collection[int]) -> None:
+        """Free the rows of answers that are not wanted any more."""
         try:
-            tickets = [Ticket(job.id, job.request) for job in newcomers]
-            for gain in self.rows.admit(tickets) if tickets else ():
+            for gain in self.rows.cancel(ids):
                 self._deliver(gain)
-            for gain in self.rows.step():
-                self._deliver(gain)
-        except Exception as error:
-            logger.exception("decoding failed; all running answers are given up")
-            self.rows.batches.clear()
-            for job in self.running.values():
-                job.metrics.end("error")
-                job.send(ApiError(500, f"decoding failed: {error}"))
-            with self.changed:
-                self.running.clear()
+        except Exception:  # they run to their ends, which nobody hears of
+            logger.exception("rows cannot be freed")
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        """End one answer with an error."""
+        with self.changed:
+            self.running.pop(job.id, None)
+        job.metrics.end("error")
+        job.send(error)
+
+    def _begin_again(self, error: BaseException) -> None:
+        """End what is running with an error, and go on with new rows."""
+        self.rows = self._new_rows()
+        said = failed(str(error) or type(error).__name__)
+        for job in [*self.running.values()]:
+            self._fail(job, said)
 
     def _deliver(self, gain: Gain) -> None:
+        """Send what an answer has gained; one that cannot be sent ends with an error."""
+        job = self.running.get(gain.ticket.id)  # type: ignore[call-overload]  # ids are those of jobs
+        if job is None:  # nobody waits for it any more
+            return
+        try:
+            if gain.error is not None:
+                self._fail(job, failed(gain.error))
+            else:
+                self._send(job, gain)
+        except Exception as error:
+            logger.exception("what an answer has gained cannot be sent")
+            self._fail(job, failed(told(error)))
+            if not gain.ended:
+                self._free({job.id})
+
+    def _send(self, job: Job, gain: Gain) -> None:
         """Send what an answer has gained."""
-        job = self.running[gain.ticket.id]  # type: ignore[index]  # ids are those of jobs
         if not job.text.drafted:
             # In steps: the exact number would tell what others have sent.
             job.reused = gain.row.reused // REUSE_STEP * REUSE_STEP
             job.metrics.note_prompt(len(job.request.prompts[0]), job.reused)
         job.metrics.note(len(gain.tokens), gain.proposed, gain.accepted)
-        reason = None
-        if gain.ended:
-            with self.changed:
-                del self.running[job.id]
-            if gain.row.failed:
-                job.metrics.end("error")
-                job.send(ApiError(500, no_token_in("the prompt", gain.row.tokens)))
-                return
-            reason = REASONS.get(str(gain.row.finish_reason), "stop")
-            job.metrics.end(reason)
         drafted = [place < gain.accepted for place in range(len(gain.tokens))]
         first = len(job.text.drafted)
         parts = job.text.show(drafted, gain.ended)
+        reason = None
+        if gain.ended:
+            reason = REASONS.get(str(gain.row.finish_reason), "stop")
+            job.metrics.end(reason)
+            with self.changed:
+                del self.running[job.id]
         places = job.text.places[first:]
         job.send(Piece(parts, gain.tokens, gain.logprobs, places, reason))

@@ -5,9 +5,13 @@ breaks the grammar is never accepted, and the answer is that of plain decoding u
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
+from select import select
 from typing import Any
 
 import torch
@@ -19,13 +23,17 @@ from drafthead.infer import Decoder
 from drafthead.serve.errors import ApiError
 
 FIELD = "response_format"
+MOST_KNOWN = 8  # compiled grammars that are kept
+# What compiling a grammar may take, and a process that does so has in all: `grammar_trial.py`.
+TRIAL_SECONDS, MOST_BYTES = 2.0, 512 << 20
 
 
 class JsonGrammars:
     """The grammars that requests ask for, over the tokens of one decoder."""
 
     def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+        self.decoder, self.trial = decoder, GrammarTrial()
+        self.known: dict[str, LLMatcher] = {}  # those that were asked for last, as they begin
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -65,7 +73,7 @@ class JsonGrammars:
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), defaults={"whitespace_flexible": False}
         )
-        matcher = LLMatcher(self.tokens, grammar)
+        matcher = self.compiled(grammar)
         if matcher.is_error():
             raise ApiError(400, f"the JSON schema is refused: {matcher.get_error()}", FIELD)
         mask = GrammarMask(matcher, self.tokens.vocab_size, prompt_length, self.ends, least)
@@ -73,6 +81,51 @@ class JsonGrammars:
         if matcher.is_stopped():
             raise ApiError(400, "the JSON schema is refused: no text has this form", FIELD)
         return mask
+
+    def compiled(self, grammar: str) -> LLMatcher:
+        """A matcher of a grammar; raises ApiError 400 where it takes too much time or memory."""
+        assert self.tokens is not None
+        assert self.tokens is not None
+        if grammar not in self.known:
+            self.trial.refuse_costly(grammar)
+            found = LLMatcher(self.tokens, grammar, log_level=0)
+            self.known = dict([*self.known.items(), (grammar, found)][-MOST_KNOWN:])
+        return self.known[grammar].deep_copy()
+
+
+class GrammarTrial:
+    """The process that compiles grammars before the server does; used by one thread."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def refuse_costly(self, grammar: str) -> None:
+        """Raise ApiError 400 for a grammar that takes too much time or memory; others are fine."""
+        if self.process is None or self.process.poll() is not None:
+            path = str(Path(__file__).with_name("grammar_trial.py"))
+            self.process = subprocess.Popen(
+                [sys.executable, path, str(MOST_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._answer(None)
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has just ended
+            self.process.stdin.write(json.dumps(grammar) + "\n")
+            self.process.stdin.flush()
+            if self._answer(TRIAL_SECONDS):
+                return
+        self.process.kill()
+        self.process.wait()
+        most = f"{TRIAL_SECONDS:.0f} seconds or {MOST_BYTES >> 20} MiB to compile"
+        raise ApiError(400, f"the JSON schema is refused: it takes more than {most}", FIELD)
+
+    def _answer(self, seconds: float | None) -> str:
+        """The next line of the process; nothing where it has ended, or needs longer."""
+        assert self.process is not None and self.process.stdout is not None
+        is_there, _, _ = select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline() if is_there else ""
 
 
 class GrammarMask(LogitsProcessor):

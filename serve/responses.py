@@ -254,7 +254,7 @@ class Response:
         """A choice of a chunk with the prompt, and its log-probabilities where they are wanted."""
         prompt, top, record = choice.job.request.prompts[0], self.asked.top, None
         if top is not None:
-            record = await self.loop.call(lambda: self.loop.scores(prompt, top))
+            record = await self.loop.score(prompt, top)
         return choice.echo(prompt, record, "length" if self.only_echo else None)
 
     def usage(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a session knows of each row: rows can be chosen, and joined with those of another."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -38,6 +38,17 @@ class RowState:
             state = getattr(self, name)
             if hasattr(state, "cut"):
                 state.cut(length)
+
+
+def leaves(state: Any) -> Iterator[Any]:
+    """The tensors and caches of a state, and what else is not made of others."""
+    if isinstance(state, (list, tuple)):
+        for part in state:
+            yield from leaves(part)
+    elif isinstance(state, RowState):
+        yield from leaves([getattr(state, name) for name in state.row_state])
+    else:
+        yield state
 
 
 def chosen(state: Any, rows: torch.Tensor) -> Any:

@@ -252,6 +252,19 @@ class ColumnCache:
         self.lengths = self.lengths.clamp_max(length)
         self.longest = min(self.longest, length)
 
+    def trim(self) -> None:
+        """Give back the columns after the committed ones."""
+        if not self.keys:
+            return
+        capacity = self._capacity(self.longest + 1, len(self.keys[0]))
+        if capacity < self.keys[0].shape[2]:
+            used = [
+                [states[:, :, : self.longest] for states in part]
+                for part in (self.keys, self.values)
+            ]
+            self.keys, self.values = used
+            self._enlarge(capacity)
+
     def join_rows(
         self, other: "ColumnCache", order: Sequence[int], longest: int | None = None
     ) -> None:

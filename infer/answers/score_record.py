@@ -6,7 +6,7 @@ without one pay nothing.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,11 +15,11 @@ from drafthead.heads.sampling import SamplingConfig, warped
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.infer.answers.results import Logprobs
-from drafthead.infer.engine.prefill import padded, prefill
+from drafthead.infer.engine.prefill import padded, read_chunk
 
 # Of `model.generate`'s output: whole rows after and before processors, temperature and filters.
 RowKind = Literal["scores", "logits"]
-SCORED = 256  # positions of a prompt whose logits are computed at a time
+SCORED = 256  # positions of a prompt that are scored at a time
 
 
 class ScoreRecord(ABC):
@@ -134,18 +134,25 @@ class RowRecord(ScoreRecord):
         return tuple(torch.stack(column) for column in zip(*padded, strict=True))
 
 
-@torch.no_grad()
-def prompt_logprobs(target: Target, prompt: Sequence[int], top: int) -> Logprobs:
+def scored_prompt(
+    target: Target, prompt: Sequence[int], top: int
+) -> Generator[None, None, Logprobs]:
     """The log-probabilities of a prompt's tokens but the first, which follows nothing.
 
-    `top` is how many of the most probable tokens are given beside each.
+    `top` is how many of the most probable tokens are given beside each. Each time that the
+    generator is asked it reads `SCORED` positions; the last time it returns them.
     """
     record = LogprobRecord(SamplingConfig(), top)
-    ids, lengths = padded([prompt], target.device)
-    features, _ = prefill(target, ids, lengths, FeatureSpec(), target.new_cache(), room=1)
-    assert features.last is not None
-    for start in range(0, len(prompt) - 1, SCORED):
-        end = min(start + SCORED, len(prompt) - 1)
-        logits = target.project(features.last[0, start:end]).float()
-        record.keep(0, logits, logits, ids[0, start + 1 : end + 1])
+    cache, features = target.new_cache(), FeatureSpec().with_last()
+    ids, _ = padded([prompt], target.device)
+    target.begin(cache, len(prompt) + 1)
+    for start in range(0, len(prompt), SCORED):
+        end = min(start + SCORED, len(prompt))
+        with torch.no_grad():
+            read = read_chunk(target, ids, start, end, features, cache, room=1)
+            assert read.last is not None
+            following = ids[0, start + 1 : end + 1]  # one less at the end
+            logits = target.project(read.last[0, : len(following)]).float()
+            record.keep(0, logits, logits, following)
+        yield
     return record.rows[0]

@@ -6,6 +6,7 @@ would ask them. What a longer step has committed after the end is dropped.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -53,9 +54,20 @@ def string_criteria(
     if tokenizer is None:
         raise UserError("stop_strings need a tokenizer, and the target has none")
     try:
-        return StopStringCriteria(tokenizer, list(stop_strings))
+        return known_criteria(tokenizer, len(tokenizer), tuple(stop_strings))
     except ValueError as error:
         raise UserError(f"stop_strings {list(stop_strings)}: {error}") from error
+
+
+@lru_cache(8)
+def known_criteria(
+    tokenizer: PreTrainedTokenizerBase, size: int, stop_strings: tuple[str, ...]
+) -> StopStringCriteria:
+    """transformers' criteria, which take half a second for 50,000 tokens and remember nothing.
+
+    `size` is the tokenizer's: tokens may have been added to it.
+    """
+    return StopStringCriteria(tokenizer, list(stop_strings))
 
 
 class Stop:

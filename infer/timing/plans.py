@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 COSTS_VERSION = 9
 # Change of the logarithm of a size's cost, in plain steps, that is worth writing to disk.
 NOTICEABLE = math.log(1.1)
+MOST_PLANS = 64  # of all kinds and temperatures
 # Tokens before a step up to which contexts count as one length.
 FEWEST_COLUMNS = 1024
 
@@ -147,7 +148,11 @@ class Plans:
                 ]
                 if near:
                     plan.go_on_from(self.plans[min(near, key=lambda k: kind.distance(k[0]))])
+                if len(self.plans) == MOST_PLANS:
+                    del self.plans[next(iter(self.plans))]
                 self.plans[key] = plan
+            else:  # the last that was asked for is forgotten last
+                self.plans[key] = self.plans.pop(key)
             return self.plans[key]
 
     def planner(self, kind: StepKind, temperature: float) -> Planner:

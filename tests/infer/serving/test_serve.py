@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from dataclasses import replace
 from itertools import count, islice
 from queue import Queue
 from typing import Any
@@ -20,9 +21,11 @@ from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.prompt_queue import MOST_PADDING, Unread, group_of
 from drafthead.infer.request.options import read_options
-from drafthead.infer.running_rows import MOST_PADDING, Ticket, alike, seats
+from drafthead.infer.running_rows import seats
 from drafthead.infer.serving import Answer, ServeRequest
+from drafthead.infer.tickets import Ticket
 
 # Those that differ in what they know of a row.
 SERVED = ["none", "prompt-lookup", "draft-model", "own-layers", "medusa:tree", "hydra:own",
@@ -278,22 +281,19 @@ def test_newcomers_take_the_places_of_rows_that_have_ended(old, new, order) -> N
 
 
 @pytest.mark.parametrize(
-    ("lengths", "groups"),
+    ("lengths", "most", "group"),
     [
-        ([], []),
-        ([35, 90, 40, 80], [[90, 80], [40, 35]]),
-        ([7] * 5, [[7] * 5]),
-        ([100, 1, 1, 1], [[100], [1, 1, 1]]),
+        ([90, 35, 40, 80], 999, [90, 80]),
+        ([40, 90, 35, 80], 999, [40, 35]),
+        ([7] * 5, 999, [7] * 5),
+        ([7] * 5, 30, [7] * 4),
+        ([100, 1, 1, 1], 999, [100]),
     ],
 )
-def test_a_pass_reads_prompts_of_similar_lengths(target, lengths, groups) -> None:
-    decoder = Decoder(target)
-    settings = read_options({})
-    tickets = [
-        Ticket(number, decoder.request([9] * length, settings))
-        for number, length in enumerate(lengths)
-    ]
-    found = [[ticket.prompt_length for ticket in group] for group in alike(tickets)]
-    assert found == groups
-    for group in found:
-        assert len(group) * max(group) <= (1 + MOST_PADDING) * sum(group)
+def test_a_pass_reads_prompts_of_similar_lengths(target, lengths, most, group) -> None:
+    request = Decoder(target).request([9], read_options({}))
+    tickets = [Ticket(n, replace(request, prompts=[[9] * n])) for n in lengths]
+    unread = [Unread(ticket, ("way", 0), 0) for ticket in tickets]
+    found = [each.left for each in group_of(unread[0], unread, most)]
+    assert found == group
+    assert len(found) * max(found) <= (1 + MOST_PADDING) * sum(found)

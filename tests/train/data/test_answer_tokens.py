@@ -11,8 +11,8 @@ from tiny import SPECIALS, byte_tokenizer, write_target
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer import Decoder, serving
-from drafthead.infer.running_rows import Gain
 from drafthead.infer.serving import Answer
+from drafthead.infer.tickets import Gain
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
 from drafthead.train.data.sequences import SupervisedTokens
 from drafthead.train.data.supervision import join_turns, supervised_sequences
