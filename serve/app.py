@@ -269,7 +269,7 @@ def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
         timeout_graceful_shutdown=grace,
         access_log=False,
         http=Connection,
-        backlog=Connection.most,
+        backlog=Connection.most // 2,
     )
 
 

@@ -5,7 +5,8 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Thread
 from typing import Any
@@ -240,6 +241,12 @@ def opened(port: int, sent: bytes) -> socket.socket:
     return line
 
 
+def at_once(count: int, work: Callable[[], Any]) -> list[Future[Any]]:
+    """The ends of some work that many threads do at a time."""
+    with ThreadPoolExecutor(count) as threads:
+        return [threads.submit(work) for _ in range(count)]
+
+
 def is_closed(line: socket.socket) -> bool:
     """Whether the server closes a connection soon."""
     try:
@@ -255,6 +262,7 @@ NO_BODY = HALF + b"ngth: 50\r\nContent-Type: application/json\r\n\r\n{"
 def test_connections_without_a_request_are_closed_and_make_room(decoder, monkeypatch) -> None:
     monkeypatch.setattr(Connection, "most", 5)
     with listening(decoder) as port:
+        assert [thread.result() for thread in at_once(7, lambda: asks(port))] == [200] * 7
         half = [opened(port, HALF) for _ in range(12)]
         assert asks(port) == 200
         assert is_closed(half[0]), "the oldest are closed"
