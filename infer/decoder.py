@@ -289,7 +289,8 @@ class Decoder:
         settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
-            self.memory.add(self.method(run).read(run))
+            state = self.memory.state()
+            self.memory.add(self.method(run).read(run), state)
 
     def forget(self) -> None:
         """Remember nothing any more, and let the memory go."""

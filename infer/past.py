@@ -55,23 +55,31 @@ class Memory:
         self.pasts: list[tuple[Past, Any]] = []  # with the state of the weights that read it
         self.kept: list[tuple[Past, Any]] = []  # of answers, the last ones
         self.most_kept = 0
+        self.latest: Any = None  # state
 
     def known(self) -> list[Past]:
         """What the model would read in the same way today."""
         if not (pasts := [*self.pasts, *self.kept]):  # another thread may add one meanwhile
             return []
+        now = self.state()
+        return [past for past, state in pasts if state is now or state == now]
+
+    def state(self) -> Any:
+        """That of the weights now, to be taken before they read what is then added or kept."""
         now = state_of(self.model)
-        return [past for past, state in pasts if state == now]
+        if now != self.latest:
+            self.latest = now
+        return self.latest  # one object while nothing changes, which is quick to compare
 
-    def add(self, past: Past) -> None:
-        """Remember a prompt of one row that was read to its end."""
+    def add(self, past: Past, state: Any) -> None:
+        """Remember a prompt of one row that weights in that state have read to its end."""
         past.cut(len(past.tokens) - 1)
-        self.pasts.append((past, state_of(self.model)))
+        self.pasts.append((past, state))
 
-    def keep(self, past: Past) -> None:
+    def keep(self, past: Past, state: Any) -> None:
         """Keep what was read for an answer of one row, until `most_kept` later ones have ended.
 
-        It takes the place of one that it goes on with.
+        It takes the place of one that it goes on with; `state` is as for `add`.
         """
         past.cut(len(past.tokens) - 1)
         rest = [
@@ -79,7 +87,7 @@ class Memory:
             for old, state in self.kept
             if common_prefix(old.tokens, past.tokens) < len(old.tokens)
         ]
-        self.kept = [*rest, (past, state_of(self.model))][-self.most_kept :]
+        self.kept = [*rest, (past, state)][-self.most_kept :]
 
     def recall(self, prompts: Sequence[Sequence[int]], drafter: Drafter) -> Past | None:
         """A copy, a row for each prompt, of the longest beginning that all prompts have in common

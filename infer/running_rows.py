@@ -88,6 +88,7 @@ class ServedRows:
         self.session, emitted = read_prompts(self.stepper, method.drafter, method.recall(run))
         self.emitted: Emitted = emitted  # by the last pass
         self.proposed = 0  # tokens for each row, in the last pass
+        self.state: Any = None  # of the weights that began to read, where rows are kept
 
     @property
     def count(self) -> int:
@@ -118,6 +119,8 @@ class ServedRows:
     def keep(self, memory: Memory) -> None:
         """From now on keep in a memory what was read for rows that end."""
 
+        self.state = memory.state()
+
         def kept(places: Sequence[int]) -> None:
             """Keep what was read for the rows at these places."""
             run, cache = self.stepper.run, self.stepper.cache
@@ -125,7 +128,8 @@ class ServedRows:
                 number = run.batch.running[place]
                 tokens = [*self.tickets[number].request.prompts[0], *run.batch.rows[number].tokens]
                 row = torch.tensor([place], device=self.stepper.target.device)
-                memory.keep(Past(chosen(cache, row), chosen(self.session, row), tokens))
+                past = Past(chosen(cache, row), chosen(self.session, row), tokens)
+                memory.keep(past, self.state)
 
         self.stepper.before_end = kept
 
@@ -145,6 +149,8 @@ class ServedRows:
             for number in batch.running
         ]
         self.tickets = [both[row] for row in order]
+        if self.state != other.state:  # weights have changed: what they read is no one state's
+            self.state = object()
         self.session.join_rows(other.session, order)
         self.stepper.join(other.stepper, order)
 
