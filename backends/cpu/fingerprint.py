@@ -86,7 +86,8 @@ def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:
 def form(tensor: torch.Tensor) -> list[Any]:
     """What code for a tensor [...] depends on."""
     layout = [tensor.stride(), tensor.storage_offset()] if tensor.layout is torch.strided else []
-    kind = type(tensor).__qualname__, str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    learns = tensor.requires_grad and torch.is_grad_enabled()
+    kind = type(tensor).__qualname__, str(tensor.dtype), str(tensor.device), learns
     return [*kind, list(tensor.shape), *layout]
 
 
@@ -97,7 +98,8 @@ def module(part: nn.Module, unknown: Callable[[object], Any]) -> list[Any]:
         own["hooks"] = unknown(part)
     weights = [(name, form(weight)) for name, weight in weights_of(part, recurse=False)]
     names = [name for name, _ in part.named_children()]
-    return [code(type(part), unknown), part.training, names, weights, described(own, unknown)]
+    # In training mode or not: passes are in evaluation mode, and so is what a graph is made of.
+    return [code(type(part), unknown), names, weights, described(own, unknown)]
 
 
 def code(thing: Any, unknown: Callable[[object], Any]) -> str:

@@ -226,4 +226,4 @@ def load_model(
         raise UserError(f"cannot load the model {name}: {first_line(error)}") from error
     if quantisation_of(model) in BITSANDBYTES:  # it would warn of a cast in every product
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    return model, tokenizer
+    return model.eval().requires_grad_(False), tokenizer  # nobody else has it to train
