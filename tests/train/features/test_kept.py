@@ -22,7 +22,9 @@ from drafthead.train.features.kept import (
 )
 from drafthead.train.features.reading import FeatureReader
 
-SOURCE = FeatureSource(target="a", rows="b", dtype="torch.float32", mixed_precision="no")
+SOURCE = FeatureSource(
+    target="a", settings="s", rows="b", dtype="torch.float32", mixed_precision="no"
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,9 @@ def test_a_write_that_fails_leaves_nothing(target, data, tmp_path: Path, monkeyp
 
 def test_features_of_something_else_are_refused(tmp_path: Path):
     KeptFeatures(tmp_path, SOURCE, FeatureSpec())
-    other = FeatureSource(target="a", rows="c", dtype="torch.float32", mixed_precision="no")
+    other = FeatureSource(
+        target="a", settings="s", rows="c", dtype="torch.float32", mixed_precision="no"
+    )
     with pytest.raises(UserError, match="features of other rows .*data.feature_folder"):
         KeptFeatures(tmp_path, other, FeatureSpec())
 
