@@ -124,7 +124,7 @@ class Decoder:
         this decoder reads and says from now on, up to the last 200,000 tokens. A tree then has the
         best nodes of both (`WithLookup`).
 
-        A loaded model stays as it is, in its mode, dtype and on its device; pass its `tokenizer`, or that
+        A loaded model stays as it is, also where it is in training; pass its `tokenizer`, or that
         one's name, for prompts and answers that are texts. `others` are older and transformers'
         words. `tree_nodes` fixes the size of the trees, the root included, and turns the planner
         off. By default the planner sizes them by their cost on this machine, which it learns while

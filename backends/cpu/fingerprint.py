@@ -98,8 +98,7 @@ def module(part: nn.Module, unknown: Callable[[object], Any]) -> list[Any]:
         own["hooks"] = unknown(part)
     weights = [(name, form(weight)) for name, weight in weights_of(part, recurse=False)]
     names = [name for name, _ in part.named_children()]
-    # In training mode or not: passes are in evaluation mode, and so is what a graph is made of.
-    return [code(type(part), unknown), names, weights, described(own, unknown)]
+    return [code(type(part), unknown), part.training, names, weights, described(own, unknown)]
 
 
 def code(thing: Any, unknown: Callable[[object], Any]) -> str:

@@ -63,8 +63,8 @@ def pack(
     """
     known = packed_weights.setdefault(weights[0], {})
     key = (paired, in_bytes, *(weight.data_ptr() for weight in weights))
-    # Weights may have been changed or replaced since a graph of theirs was made. The sum is for what
-    # was written by way of `weight.data`, which no version counts.
+    # Weights may have been changed or replaced since a graph of theirs was made. The sum notices
+    # what was written by way of `weight.data`, which no version counts.
     values = [(weight_state(weight), checksum(weight)) for weight in weights]
     if key not in known or known[key][0] != values:
         blocks = (in_byte_blocks if in_bytes else in_blocks)(torch.cat(list(weights)))
