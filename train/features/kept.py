@@ -193,6 +193,12 @@ def from_int8(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.to(scales.dtype) * scales[:, None]
 
 
+def digest_of_settings(target: Target) -> str:
+    """A digest of the target's configuration."""
+    settings = json.dumps(target.config.to_diff_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
 def kept_features(
     config: DataConfig,
     mixed_precision: str,
@@ -215,9 +221,8 @@ def kept_features(
         )
     as_int8 = config.feature_dtype == "int8"
     how = f"int8 of {dtype}" if as_int8 else dtype
-    settings = json.dumps(target.config.to_diff_dict(), sort_keys=True, default=str)
-    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
-    source = FeatureSource(sources.target, digest, sources.data, how, mixed_precision)
+    settings = digest_of_settings(target)
+    source = FeatureSource(sources.target, settings, sources.data, how, mixed_precision)
     kept = KeptFeatures(Path(config.feature_folder), source, spec, as_int8)
     size = feature_bytes(spec, target.hidden_size, target.dtype, as_int8)
     lengths = [rows.row_length(row) for row in range(len(rows.rows))]
