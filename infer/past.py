@@ -65,7 +65,7 @@ class Memory:
         return [past for past, state in pasts if state is now or state == now]
 
     def state(self) -> Any:
-        """That of the weights now, to be taken before they read what is then added or kept."""
+        """The state of the weights now: take it before they read what is then added or kept."""
         now = state_of(self.model)
         if now != self.latest:
             self.latest = now

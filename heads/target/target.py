@@ -83,7 +83,7 @@ class Target:
         """
         model = without_wrapper(model)
         self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
-        self.model = model
+        self.model: Any = model  # a `PreTrainedModel`, with what its class has beside that
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         self.context = Context.of(self.config)
