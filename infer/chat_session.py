@@ -1,12 +1,13 @@
 """A conversation that keeps the caches of earlier turns."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.heads.drafting.drafter import DraftSession
+from drafthead.heads.target.weight_state import state_of
 from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import next_step, read_prompts
@@ -40,6 +41,7 @@ class ChatSession:
         self.reused = 0  # positions of the last prompt that were not read again
         self.prompt: Sequence[int] = ()  # of the last turn
         self.past: Past | None = None
+        self.state: Any = None  # of the weights, when the last turn began
         self.method: Method | None = None
 
     def say(self, text: str) -> str:
@@ -80,7 +82,9 @@ class ChatSession:
     ) -> Generator[list[int], None, None]:
         """The new tokens of each pass of the answer to `messages`; then the turn is kept."""
         past, self.past = self.past, None
-        kept = past.reusable(run.request.prompts) if past is not None else 0
+        before, self.state = self.state, state_of(method.target.model)
+        is_known = past is not None and self.state == before
+        kept = past.reusable(run.request.prompts) if past is not None and is_known else 0
         if past is not None and kept:
             past.cut(kept)
         else:

@@ -124,7 +124,7 @@ class Decoder:
         this decoder reads and says from now on, up to the last 200,000 tokens. A tree then has the
         best nodes of both (`WithLookup`).
 
-        A loaded model is frozen, and keeps its dtype and device; pass its `tokenizer`, or that
+        A loaded model stays as it is, also where it is in training; pass its `tokenizer`, or that
         one's name, for prompts and answers that are texts. `others` are older and transformers'
         words. `tree_nodes` fixes the size of the trees, the root included, and turns the planner
         off. By default the planner sizes them by their cost on this machine, which it learns while
@@ -290,8 +290,8 @@ class Decoder:
         settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
-            method = self.method(run)
-            self.memory.add(method.read(run, method.recall(run)))
+            method, state = self.method(run), self.memory.state()
+            self.memory.add(method.read(run, method.recall(run)), state)
 
     def forget(self) -> None:
         """Remember nothing any more, and let the memory go."""

@@ -74,24 +74,33 @@ class Memory:
         self.kept: list[tuple[Past, Any]] = []  # of answers, the last ones
         self.most_kept = 0
         self.most_bytes = 2 << 30  # that kept answers take
+        self.latest: Any = None  # state
 
     def known(self, salt: str = "") -> list[Past]:
         """What was read for requests of a salt, and the model would read in the same way today."""
         if not (pasts := [*self.pasts, *self.kept]):  # another thread may add one meanwhile
             return []
+        now = self.state()
+        known = [past for past, state in pasts if state is now or state == now]
+        return [past for past in known if past.salt == salt]
+
+    def state(self) -> Any:
+        """The state of the weights now: take it before they read what is then added or kept."""
         now = state_of(self.model)
-        return [past for past, state in pasts if state == now and past.salt == salt]
+        if now != self.latest:
+            self.latest = now
+        return self.latest  # one object while nothing changes, which is quick to compare
 
-    def add(self, past: Past) -> None:
-        """Remember a prompt of one row that was read to its end."""
+    def add(self, past: Past, state: Any) -> None:
+        """Remember a prompt of one row that weights in that state have read to its end."""
         past.cut(len(past.tokens) - 1)
-        self.pasts.append((past, state_of(self.model)))
+        self.pasts.append((past, state))
 
-    def keep(self, past: Past) -> None:
+    def keep(self, past: Past, state: Any) -> None:
         """Keep what was read for an answer of one row, until `most_kept` later ones have ended.
 
         It takes the place of one that it goes on with, and of earlier ones where all take more than
-        `most_bytes`.
+        `most_bytes`; `state` is as for `add`.
         """
         past.cut(len(past.tokens) - 1)
         past.trim()
@@ -100,7 +109,7 @@ class Memory:
             for old, state in self.kept
             if common_prefix(old.tokens, past.tokens) < len(old.tokens) or old.salt != past.salt
         ]
-        kept = [*rest, (past, state_of(self.model))][-self.most_kept :]
+        kept = [*rest, (past, state)][-self.most_kept :]
         sizes = accumulate(past.bytes for past, _ in reversed(kept))
         fit = sum(size <= self.most_bytes for size in sizes)
         self.kept = kept[len(kept) - fit :]

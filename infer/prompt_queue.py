@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,6 +36,7 @@ class Unread:
     read: int  # positions that were read, here or for an earlier prompt
     past: Past | None = None  # of the part that was read here
     reused: int = 0  # positions of it that had been read for earlier prompts
+    state: Any = None  # of the weights that began to read
     speed: float = 0.0  # positions a second, when that was read
 
     @property

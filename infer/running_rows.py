@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,6 +56,7 @@ class ServedRows:
         self.session, emitted = read_prompts(self.stepper, method.drafter, past)
         self.emitted: Emitted = emitted  # by the last pass
         self.proposed = 0  # tokens for each row, in the last pass
+        self.state: Any = None  # of the weights that began to read, where rows are kept
 
     @property
     def count(self) -> int:
@@ -112,8 +113,9 @@ class ServedRows:
             error = told(trouble[-1]) if trouble else no_token_in("the prompt", row.tokens)
         return Gain(ticket, row, tokens, self.proposed, accepted, logprobs, ended, error)
 
-    def keep(self, memory: Memory) -> None:
-        """From now on keep in a memory what was read for rows that end."""
+    def keep(self, memory: Memory, state: Any) -> None:
+        """From now on keep in a memory what was read for rows that end, by weights in `state`."""
+        self.state = state
 
         def kept(places: Sequence[int]) -> None:
             """Keep what was read for the rows at these places, but for those that failed."""
@@ -129,7 +131,8 @@ class ServedRows:
                 row = torch.tensor([place], device=self.stepper.target.device)
                 salt = ticket.request.cache_salt
                 try:
-                    memory.keep(Past(chosen(cache, row), chosen(self.session, row), tokens, salt))
+                    past = Past(chosen(cache, row), chosen(self.session, row), tokens, salt)
+                    memory.keep(past, self.state)
                 except Exception:  # the answer itself is whole
                     logger.exception("an answer cannot be kept for prompts that go on with it")
 
@@ -151,6 +154,8 @@ class ServedRows:
             for number in batch.running
         ]
         self.tickets = [both[row] for row in order]
+        if self.state != other.state:  # weights have changed: what they read is no one state's
+            self.state = object()
         self.session.join_rows(other.session, order)
         self.stepper.join(other.stepper, order)
 
@@ -235,7 +240,8 @@ class RunningRows:
             for each in group:
                 each.read = known
             return [], False
-        first.reused = first.reused if first.past else known
+        if first.past is None:
+            first.reused, first.state = known, self.memory.state()
         if end is not None:
             first.past = method.read(BatchRun(beginning(run.request, end), self.device), past)
             first.read = end - 1  # what is known of a position may depend on the token after it
@@ -244,7 +250,7 @@ class RunningRows:
         newcomers = ServedRows(method, run, tickets, past)
         run.reuse(first.reused)
         if self.memory.most_kept:
-            newcomers.keep(self.memory)
+            newcomers.keep(self.memory, first.state)
         self.batches.append(newcomers)
         return newcomers.gains(), True
 

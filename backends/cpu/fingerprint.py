@@ -86,7 +86,8 @@ def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:
 def form(tensor: torch.Tensor) -> list[Any]:
     """What code for a tensor [...] depends on."""
     layout = [tensor.stride(), tensor.storage_offset()] if tensor.layout is torch.strided else []
-    kind = type(tensor).__qualname__, str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    learns = tensor.requires_grad and torch.is_grad_enabled()
+    kind = type(tensor).__qualname__, str(tensor.dtype), str(tensor.device), learns
     return [*kind, list(tensor.shape), *layout]
 
 

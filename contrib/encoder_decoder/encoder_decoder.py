@@ -27,7 +27,7 @@ from drafthead.heads.host import to_host
 from drafthead.heads.target.any_target import ENCODER_DECODER, TARGETS
 from drafthead.heads.target.architecture import cache_argument
 from drafthead.heads.target.features import NO_FEATURES, FeatureSpec
-from drafthead.heads.target.hooks import Place, Taps
+from drafthead.heads.target.hooks import Place, Taps, evaluating, hook_lock
 from drafthead.heads.target.logit_finish import sample_ids
 from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
 from drafthead.heads.target.target import Target
@@ -145,13 +145,14 @@ class EncoderDecoderTarget(Target):
         there = (torch.arange(bounds[1], device=ids.device) < lengths[:, None]).long()
         # The decoder's pass over one token makes the keys and values of its cross-attention.
         read = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        self.model(
-            encoder_outputs=self.encoder(input_ids=sources, attention_mask=there),
-            attention_mask=there,
-            decoder_input_ids=sources.new_full((len(ids), 1), self.decoder_prompt[0]),
-            use_cache=True,
-            **{self.cache_name: read},
-        )
+        with hook_lock(self.model), evaluating(self.model):
+            self.model(
+                encoder_outputs=self.encoder(input_ids=sources, attention_mask=there),
+                attention_mask=there,
+                decoder_input_ids=sources.new_full((len(ids), 1), self.decoder_prompt[0]),
+                use_cache=True,
+                **{self.cache_name: read},
+            )
         layers: Sequence[Any] = read.cross_attention_cache.layers  # the pass has written them
         states = [SourceStates(layer.keys, layer.values) for layer in layers]
         cache.commit_sources(states, lengths, bounds, room)

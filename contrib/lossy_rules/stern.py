@@ -47,8 +47,11 @@ class Blockwise(ABC):
         before, best_before = at_parents(tree, scores.float()), at_parents(tree, best)
         good = self.is_good(tree, before, best_before) | (tree.depths < self.min_block)
         good &= best_before >= 0  # nothing follows a node where no token can be chosen
+        # Such a node is where the text ends, so only the target's own choice leads there.
+        good &= (best >= 0) | (tree.tokens == best_before)
         tokens = tree.tokens.clamp_min(0)[..., None]  # [B, N, 1]
         own = before.log_softmax(-1).gather(2, tokens).squeeze(2)
+        good &= own > -torch.inf  # what a processor forbids is never written
         node = likeliest_deepest(tree, good, own)
         return path_to(tree, node, best.gather(1, node[:, None]).squeeze(1))
 

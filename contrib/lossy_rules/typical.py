@@ -46,7 +46,9 @@ class Typical:
         entropy = -(scores * scores.clamp_min(1e-10).log()).sum(-1)  # [B, N]
         threshold = (self.typical_delta * torch.exp(-entropy)).clamp_max(self.typical_epsilon)
         own = at_parents(tree, scores).gather(2, tree.tokens.clamp_min(0)[..., None]).squeeze(2)
-        node = likeliest_deepest(tree, own > at_parents(tree, threshold), own.log())
+        passes = own > at_parents(tree, threshold)
+        passes &= ~threshold.isnan()  # after which no token can be chosen
+        node = likeliest_deepest(tree, passes, own.log())
         rows = torch.arange(node.shape[0], device=node.device)
         return path_to(tree, node, most_probable(scores[rows, node]))
 

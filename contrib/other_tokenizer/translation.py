@@ -7,6 +7,7 @@ and `text_writing` are for what the draft model writes.
 import copy
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import takewhile
 
 from tokenizers.decoders import DecodeStream
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -126,17 +127,18 @@ class TranslatedRow:
         If ``walk`` and then ``ing`` were committed, and the draft has a token ``walking``, the
         token for ``walk`` does not stay. From here on the new ones count as read.
         """
-        ids, ends = self._encode()
+        kept, ids, ends = self._encode()
         self._encoded_before = len(self.text)
-        stay = 0
-        while stay < min(len(ids), len(self.read)) and ids[stay] == self.read[stay]:
-            stay += 1
-        stay = min(stay, len(ids) - 1)  # the last one is read again: its logits are wanted
-        self.read, self.ends = ids, ends
-        return stay, ids[stay:]
+        pairs = zip(ids, self.read[kept:], strict=False)
+        stay = kept + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # In place: what a step costs must not grow with the text.
+        self.read[kept:], self.ends[kept:] = ids, ends
+        stay = min(stay, len(self.read) - 1)  # the last one is read again: its logits are wanted
+        return stay, self.read[stay:]
 
-    def _encode(self) -> tuple[list[int], list[int]]:
-        """The draft's tokens of the text and where they end; encodes only what may have changed.
+    def _encode(self) -> tuple[int, list[int], list[int]]:
+        """How many of the draft's tokens stay as they are, those of the text after them, and where
+        these end; encodes only what may have changed.
 
         Tokens that end long before the text does stay. Encoding starts earlier still, at the end of
         another of them, and what it gives before the first that may change is dropped.
@@ -149,10 +151,10 @@ class TranslatedRow:
             if border - start in starts:
                 first = starts.index(border - start)
                 later = [start + end for end in ends[first:]]
-                return self.read[:kept] + ids[first:], self.ends[:kept] + later
+                return kept, ids[first:], later
             back *= 2  # no token starts there: look further back
         ids, _, ends = self.translator.encode(self.text)
         opening = self.translator.opening
         if not opening and not ids:
             opening = [self.translator.nothing]
-        return opening + ids, [0] * len(opening) + ends
+        return 0, opening + ids, [0] * len(opening) + ends

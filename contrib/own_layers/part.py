@@ -19,7 +19,7 @@ from drafthead.heads.target.architecture import (
     keep_layers,
     with_own_children,
 )
-from drafthead.heads.target.hooks import hook_lock, in_this_thread, share_lock
+from drafthead.heads.target.hooks import evaluating, hook_lock, in_this_thread, share_lock
 from drafthead.heads.target.target import Target
 
 CHECKED = 4  # tokens that a part reads to show that it is one
@@ -88,7 +88,7 @@ def refuse_unlike(target: Target, part: Target) -> None:
     assert part.numbers is not None
     tokens = torch.arange(CHECKED, device=target.device)[None] % target.vocab_size
     passed = [n for n in range(target.num_layers) if n not in part.numbers]
-    with hook_lock(target.model):
+    with hook_lock(target.model), evaluating(target.model):
         with passed_over([target.layers[number] for number in passed]):  # type: ignore[index]
             expected = target.forward(tokens, tokens, None)
         found = part.forward(tokens, tokens, None)

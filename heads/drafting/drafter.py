@@ -14,7 +14,7 @@ from drafthead.heads.drafting.row_state import RowState
 from drafthead.heads.host import to_host
 from drafthead.heads.kv_cache.cache_memory import power_of_two
 from drafthead.heads.kv_cache.column_cache import READ_CHUNK
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.heads.sampling import NO_TOKEN, SamplingConfig
 from drafthead.heads.target.features import Features, FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import TreeCache
@@ -84,13 +84,17 @@ class Committed:
 
     @cached_property
     def new_tokens(self) -> list[list[int]]:
-        """Each row's tokens as lists; waits for the device only where the host has none."""
-        if self.late is not None:
-            return self.late.now()
-        if self.host_tokens is not None:
-            return self.host_tokens
-        pairs = zip(to_host(self.tokens), to_host(self.lengths), strict=True)
-        return [tokens[:length] for tokens, length in pairs]
+        """Each row's tokens as lists; waits for the device only where the host has none.
+
+        In rows that have failed, token 0 stands for NO_TOKEN, which no model or tokenizer can read.
+        """
+        found = self.late.now() if self.late is not None else self.host_tokens
+        if found is None:
+            pairs = zip(to_host(self.tokens), to_host(self.lengths), strict=True)
+            found = [tokens[:length] for tokens, length in pairs]
+        if not any(NO_TOKEN in tokens for tokens in found):
+            return found
+        return [[max(token, 0) for token in tokens] for tokens in found]
 
     @property
     def counts(self) -> list[int]:

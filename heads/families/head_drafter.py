@@ -17,7 +17,7 @@ from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.layers.decoder_layer import frequencies_in
-from drafthead.heads.sampling import RowRandom
+from drafthead.heads.sampling import DRAFT_SUPPORT, RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape
 
@@ -38,8 +38,15 @@ class HeadDrafter(Drafter, Generic[Head]):
         """Trees of a fixed `shape`, or else of the head's own choice within one of `budgets`, by
         default those of static trees.
 
-        Raises UserError when the shape is deeper than the head drafts.
+        Raises UserError when the shape is deeper than the head drafts, or wider than it guesses.
         """
+        # For each node.
+        self.num_guesses = min(DRAFT_SUPPORT, getattr(head, "num_guesses", target.vocab_size))
+        if shape is not None and shape.width > self.num_guesses:
+            raise UserError(
+                f"a token tree with {shape.width} children of a node does not fit a {head.family} "
+                f"head that has {self.num_guesses} guesses for each"
+            )
         if shape is not None and shape.depth > head.depth:
             raise UserError(
                 f"a token tree of depth {shape.depth} does not fit a {head.family} head that "
@@ -50,7 +57,8 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.backend: Backend = EAGER
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
-        self.trees = StaticTrees(head.path_counts, head.depth, shape, head.usual_paths)
+        usual = tuple(path for path in head.usual_paths if max(path) < self.num_guesses)
+        self.trees = StaticTrees(head.path_counts, head.depth, shape, usual)
         sizes = self.trees.budgets if shape is not None or budgets is None else budgets
         # As measured after training for the best static tree of each size.
         self.budgets = tuple(replace(b, chances=self.trees.chances(b) or ()) for b in sizes)

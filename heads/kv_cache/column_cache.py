@@ -288,6 +288,8 @@ class ColumnCache:
         moves = torch.tensor(come, device=rows.device)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for store, states in zip(mine, theirs, strict=True):
+                # What a row that has left kept further on is hidden, not harmless: see `enlarged`.
+                store[moves[:, 1], :, other.longest :] = 0
                 put_rows(store, states, moves, other.longest)
 
     def collect(

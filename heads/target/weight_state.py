@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdRef
 
 # Attributes of every module that are described otherwise, or that no pass reads. `path_counts` were
 # measured with a head: the trees that follow from them are arguments.
@@ -20,21 +22,46 @@ def weights_of(part: nn.Module, recurse: bool = True) -> Iterator[tuple[str, tor
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:
-    """What differs after weights or adapters of a model were changed, replaced or switched.
+    """What differs after weights, adapters, modules or hooks were changed, replaced or switched.
 
-    It is read once an answer. Values written by way of `weight.data` are not noticed.
+    It is read once an answer. Passes are the same in training mode, see `Taps`, so that is no part
+    of it. Not noticed are values written by way of `weight.data`, into weights that were made in
+    inference mode, or into the model's configuration.
     """
-    versions = [
-        (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        for _, weight in weights_of(model)
-    ]
-    return versions, [switches(part) for part in model.modules()]
+    weights = [weight_state(weight) for _, weight in weights_of(model)]
+    return weights, [switches(part) for part in model.modules()]
+
+
+def weight_state(weight: torch.Tensor) -> tuple[Any, ...]:
+    """Which tensor [...] this is, which memory it has, and how often that was written to.
+
+    By weak references: another one that comes to its address later is not the same.
+    """
+    version = 0 if weight.is_inference() else weight._version
+    memory = StorageWeakRef(weight.untyped_storage())
+    return WeakIdRef(weight), memory, weight.data_ptr(), version
 
 
 def switches(part: nn.Module) -> list[Any]:
-    """The values of a module's plain attributes, and which objects the others are."""
-    own = (value for name, value in vars(part).items() if name not in COMMON)
-    return [
-        part.training,
-        *(repr(value) if isinstance(value, COPIED) else id(value) for value in own),
-    ]
+    """Which module it is, its hooks, the values of its plain attributes and which the others are.
+
+    Hooks of passes come and go, in other threads meanwhile; those that stay are the user's.
+    """
+    own = [value for name, value in vars(part).items() if name not in COMMON]
+    hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+    users = [hook for hook in hooks if not getattr(hook, "is_of_a_pass", False)]
+    return [WeakIdRef(part), *map(value_or_identity, [*own, *users])]
+
+
+def value_or_identity(thing: Any) -> Any:
+    """What equals that of the same value, or of nothing but the same object."""
+    if isinstance(thing, PLAIN):
+        return thing
+    if isinstance(thing, COPIED):
+        return repr(thing)
+    if isinstance(thing, torch.Tensor):
+        return weight_state(thing)
+    try:
+        return WeakIdRef(thing)
+    except TypeError:  # of a few types, whose objects are compared by value
+        return thing

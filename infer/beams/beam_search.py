@@ -199,7 +199,6 @@ class BeamStepper(Stepper):
             [read[number] for number in prompts],
             batch,
             greedy=False,
-            dead_ends=True,
         )
         # transformers' beam search processes log-probabilities, and not logits.
         processed = processing.after_nodes(tree, log_softmax(logits))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.errors import UserError
 from drafthead.heads.trees.tree import PADDING, TokenTree
 from drafthead.infer.engine.batch_run import Batch
 
@@ -43,14 +42,9 @@ class PathProcessing:
         prompts: Sequence[Sequence[int]],
         batch: Batch,
         greedy: bool,
-        dead_ends: bool = False,
     ):
-        """With `greedy` a node can be accepted only if it is the most probable token.
-
-        With `dead_ends` it is no error that every token of a continuation is forbidden.
-        """
+        """With `greedy` a node can be accepted only if it is the most probable token."""
         self.processors, self.batch, self.greedy = processors, batch, greedy
-        self.needs_token = not greedy and not dead_ends
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
 
@@ -102,9 +96,8 @@ class PathProcessing:
             ids = torch.cat([past, paths.to(past.device)], dim=1)
             where = [spot.place for spot in spots], [spot.node for spot in spots]
             # transformers wants a LongTensor, which is a name for types alone.
+            # Where they forbid every token, the node has no law: it is a leaf to every rule.
             scores = self.processors[numbers[0]](ids, processed[where])  # type: ignore[arg-type]
-            if self.needs_token and scores.amax(-1).isneginf().any():
-                raise UserError("the logits processors forbid every token of a continuation")
             processed[where] = scores
 
     def _possible_children(

@@ -120,8 +120,7 @@ class Stepper:
                 run.request.processors,
                 run.request.prefixes or run.request.prompts,
                 run.batch,
-                run.greedy,
-                dead_ends=run.rows_fail_alone,
+                run.greedy and verifier.follows,
             )
             if run.request.processors
             else None

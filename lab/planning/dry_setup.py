@@ -87,6 +87,7 @@ def dry_target(config: TargetConfig, mixed_precision: str) -> Target:
         dtype=stored if wanted == "auto" else dtype_named(wanted),
         trust_remote_code=config.trust_code,
     )
+    model.eval().requires_grad_(False)
     return Target(model, load_tokenizer(source, str(source), config.trust_code))
 
 

@@ -14,6 +14,7 @@ from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer, ow
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
 from drafthead.heads.drafting.drafter import Committed
+from drafthead.heads.errors import UserError
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
@@ -21,6 +22,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.with_lookup import WithLookup
+from drafthead.infer.serving import ServeRequest
 
 WORDS = [
     "def",
@@ -340,3 +342,50 @@ def test_a_text_that_was_cut_is_written_on_as_a_new_one(seed: int) -> None:
     assert TextWriter(translator).continuation(row, own) == TextWriter(translator).continuation(
         fresh, own
     )
+
+
+def test_a_row_that_fails_leaves_the_others_their_answers() -> None:
+    """The tokenizer of the draft's text cannot read that no token was chosen."""
+    letters = "".join(map(chr, range(0x4E00, 0x4E00 + 64)))
+    few = letters_tokenizer(letters[:0:-1], (letters[2:4],))
+    target = Target(tiny_llama(0), letters_tokenizer(letters))
+    small = Target(tiny_llama(1, vocab_size=len(few), num_hidden_layers=1), few)
+    prompts = [[8, 9], [20, 21, 22]]
+    bad, good = Decoder(target).generate(prompts, max_new_tokens=8).sequences
+    spoilt = next(token for token in bad[2:] if token not in [*good, *bad[:2]])
+    target.model.model.embed_tokens.weight.data[spoilt] = torch.nan
+    decoder = Decoder(target, model_drafter(small, target, 3))
+    assert isinstance(decoder.drafter, OtherTokenizer)
+    with pytest.raises(UserError, match="no token can be chosen"):
+        decoder.generate(prompts, max_new_tokens=8)
+    requests = [ServeRequest(prompt, id=n, max_new_tokens=8) for n, prompt in enumerate(prompts)]
+    found = {answer.id: answer for answer in decoder.serve(requests, max_rows=2)}
+    assert "no token can be chosen" in found[0].error and found[1].tokens == good
+
+
+class Compared(int):
+    """A token that counts how often it is compared."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.count += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_step_compares_as_many_tokens_after_a_long_text_as_after_a_short_one() -> None:
+    letters = "abcdefgh"
+    row = TranslatedRow(Translator(letters_tokenizer(letters), letters_tokenizer(letters[::-1])))
+    counts = []
+    for length in (100, 1000):
+        row.add([n % 8 for n in range(length)])
+        row.renew()
+        row.read[:] = map(Compared, row.read)
+        Compared.count = 0
+        row.add([3])
+        stay, new = row.renew()
+        assert stay == len(row.read) - 1 and new == [4]
+        counts.append(Compared.count)
+    assert 0 < counts[1] <= counts[0]

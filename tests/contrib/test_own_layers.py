@@ -56,7 +56,7 @@ TEXTS = [[9, 10, 11, 12, 40, 41, 9, 30, 22], [20, 21, 22]]  # beyond the window 
 def make_model(name: str) -> Target:
     torch.manual_seed(1)
     config = AutoConfig.for_model(name.split()[0], **SIZES | MODELS[name])
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.25)
@@ -159,7 +159,7 @@ def test_layers_that_share_keys_cannot_draft_alone() -> None:
         "gemma4_text", **SIZES | MIXED, global_head_dim=8, num_kv_shared_layers=2,
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB,
     )  # fmt: skip
-    target = Target(AutoModelForCausalLM.from_config(config).float())
+    target = Target(AutoModelForCausalLM.from_config(config).float().eval())
     with pytest.raises(UserError, match="Gemma4ForCausalLM cannot draft with some of its layers"):
         OwnLayers(target, [0, 1], DEPTH)
 

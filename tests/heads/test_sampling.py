@@ -85,6 +85,13 @@ def test_of_equal_tokens_top_p_keeps_the_first() -> None:
     assert drawn(logits.expand(20, -1), sampling, torch.arange(20)).tolist() == [1] * 20
 
 
+def test_top_p_keeps_no_more_than_reaches_it() -> None:
+    """The first token's mass is top_p itself, so the second is not needed."""
+    sampling = SamplingConfig(1.0, top_p=0.5)
+    assert probabilities(torch.zeros(2), sampling).tolist() == [1, 0]
+    assert TopPLogitsWarper(0.5)(None, torch.zeros(1, 2)).isneginf().sum() == 1
+
+
 def test_typical_tokens_are_those_of_average_surprise() -> None:
     probs = probabilities(torch.tensor([0.6, 0.3, 0.1]).log(), SamplingConfig(1, typical_p=0.2))
     assert probs.tolist() == [0, 1, 0]

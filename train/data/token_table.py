@@ -10,7 +10,10 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from datetime import date
 from functools import partial
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafthead.heads.storage.disk_cache import cache_or_scratch
 from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.chat_template import (
-    check_template_arguments,
-)
+from drafthead.heads.target.chat_template import check_template_arguments, reads
 from drafthead.heads.target.loading import vocabulary_of
 from drafthead.train.data.conversations import Conversation, Writer, iter_conversations
 from drafthead.train.data.fitted_rows import Reading, fitted_rows
@@ -38,6 +39,9 @@ BATCH = 1024  # sequences that are made at a time
 # Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
 VERSION = 9
+# What a template may name that is no value of a row or of the tokenizer: it renders the date.
+DATE = "strftime_now"
+RENDERERS = ("transformers", "tokenizers", "jinja2")
 
 
 def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTable:
@@ -69,10 +73,15 @@ def token_table(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> TokenTa
 def key_of(reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str:
     """A name for what the tokens depend on."""
     digest = hashlib.sha256()
-    arguments = json.dumps(dict(reading.template_arguments), sort_keys=True)
+    settings = {field.name: getattr(reading, field.name) for field in fields(reading)} | {
+        "source": source_digest(reading.source),  # whatever its name
+        "template_arguments": json.dumps(dict(reading.template_arguments), sort_keys=True),
+        "strict": None,  # `token_table` compares what it asks for with the notes
+    }
     parts = (
-        VERSION, source_digest(reading.source), reading.prompt_column, reading.max_length,
-        reading.limit, reading.vocab_size, arguments, tokenizer.chat_template,
+        VERSION, *map(version, RENDERERS), settings, tokenizer.chat_template,
+        sorted(tokenizer.special_tokens_map.items()),  # which templates read by name
+        date.today() if reads(tokenizer, DATE) else None,
     )  # fmt: skip
     digest.update(repr(parts).encode(errors="surrogatepass"))
     # A tokenizer in Python can only be used for rows that hold token ids.

@@ -201,13 +201,20 @@ def user_turns(conversation: Conversation) -> list[list[Message]]:
     return turns
 
 
+TEXT_FIELDS = ("role", "content")  # which every message has
+
+
 def question_of(conversation: Conversation) -> str:
     """A hash of all that is sent to the target of one row: messages and template arguments.
 
     Raises UnusableRowError as `user_turns` does.
     """
     turns = user_turns(conversation)
-    asked: list[object] = [(message["role"], message["content"]) for t in turns for message in t]
+    asked: list[object] = []
+    for message in (message for turn in turns for message in turn):
+        # Names, and whatever else a template may read, where there is any.
+        others = {name: value for name, value in message.items() if name not in TEXT_FIELDS}
+        asked.append((message["role"], message["content"], *([others] if others else [])))
     if conversation.template_arguments:
         asked.append(conversation.template_arguments)
     text = json.dumps(asked, sort_keys=True, default=str)

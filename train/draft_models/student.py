@@ -73,7 +73,6 @@ class Student(DraftVocabulary, DraftHead):
         super().__init__(config)
         self.model: PreTrainedModel = built(config.architecture)
         self._language_model = Target(self.model)
-        self.model.requires_grad_(True)
         self.add_draft_vocabulary(self._language_model.vocab_size, config.draft_vocab_size)
 
     @classmethod

@@ -5,6 +5,7 @@ writes one safetensors file for each row; the later ones read it, without a pass
 whole or not at all, so a killed run, or several processes in one folder, do no harm.
 """
 
+import hashlib
 import json
 import logging
 import shutil
@@ -40,6 +41,7 @@ class FeatureSource:
     """What features depend on; a folder keeps those of one source."""
 
     target: str  # its `weights_fingerprint`
+    settings: str  # a digest of its configuration: the same weights may be read otherwise
     rows: str  # `PackedData.fingerprint`
     dtype: str  # of the hidden states, and how they are kept
     mixed_precision: str
@@ -191,6 +193,12 @@ def from_int8(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return numbers.to(scales.dtype) * scales[:, None]
 
 
+def digest_of_settings(target: Target) -> str:
+    """A digest of the target's configuration."""
+    settings = json.dumps(target.config.to_diff_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
 def kept_features(
     config: DataConfig,
     mixed_precision: str,
@@ -213,7 +221,8 @@ def kept_features(
         )
     as_int8 = config.feature_dtype == "int8"
     how = f"int8 of {dtype}" if as_int8 else dtype
-    source = FeatureSource(sources.target, sources.data, how, mixed_precision)
+    settings = digest_of_settings(target)
+    source = FeatureSource(sources.target, settings, sources.data, how, mixed_precision)
     kept = KeptFeatures(Path(config.feature_folder), source, spec, as_int8)
     size = feature_bytes(spec, target.hidden_size, target.dtype, as_int8)
     lengths = [rows.row_length(row) for row in range(len(rows.rows))]

@@ -29,6 +29,7 @@ from drafthead.backends.cpu.kernels.huge_pages import HugePages
 from drafthead.backends.cpu.kernels.library import declarations
 from drafthead.backends.cpu.kernels.template import Node, call_by_rows
 from drafthead.heads.target.seven_bits import LEVELS, rounded
+from drafthead.heads.target.weight_state import weight_state
 
 COLUMNS = 32  # of the product, in a block of packed weights
 CALL = """
@@ -62,8 +63,9 @@ def pack(
     """
     known = packed_weights.setdefault(weights[0], {})
     key = (paired, in_bytes, *(weight.data_ptr() for weight in weights))
-    # Weights may have been changed in place since a graph of theirs was made.
-    values = [checksum(weight) for weight in weights]
+    # Weights may have been changed or replaced since a graph of theirs was made. The sum notices
+    # what was written by way of `weight.data`, which no version counts.
+    values = [(weight_state(weight), checksum(weight)) for weight in weights]
     if key not in known or known[key][0] != values:
         blocks = (in_byte_blocks if in_bytes else in_blocks)(torch.cat(list(weights)))
         if paired:

@@ -53,7 +53,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)
-        self.widest = MAX_RANK if shape is None else shape.width  # the most children of a node
+        # The most children of a node.
+        self.widest = min(MAX_RANK, self.num_guesses) if shape is None else shape.width
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
         self.guess: Callable[..., Guesses] = self._guess
         self.fill: Callable[..., torch.Tensor] = self._fill

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from drafthead.backends.compiled import Compiled, Made, tell_of_each_process, wi
 from drafthead.backends.cpu import fingerprint
 from drafthead.backends.cpu.fingerprint import OURS
 from drafthead.backends.cpu.graph_record import GraphRecord
+from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.infer import Decoder
 from drafthead.infer.engine.step import StepFunction
@@ -206,3 +208,60 @@ def test_a_key_depends_on_every_file_whose_code_is_traced(
     assert OURS / "heads/target/target.py" in ours
     assert ours <= described
     assert not any("formats" in path.parts for path in described)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: threads(torch.get_num_threads() + 1),  # kernels are made for a number of them
+        torch.enable_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.backends.mkldnn.flags(enabled=False),
+    ],
+    ids=["threads", "gradients", "inference mode", "autocast", "oneDNN"],
+)
+def test_a_graph_for_other_surroundings_is_another(other) -> None:
+    before = fingerprint.digest(fingerprint.surroundings())
+    with other():
+        assert fingerprint.digest(fingerprint.surroundings()) != before
+    assert fingerprint.digest(fingerprint.surroundings()) == before
+
+
+@pytest.mark.parametrize("change", ["class", "attribute", "shape", "type", "layout", "hook"])
+def test_a_graph_of_another_model_is_another_and_of_other_numbers_the_same(change) -> None:
+    def made() -> Scaled:
+        return Scaled().requires_grad_(False)
+
+    def described(model: nn.Module) -> str | None:
+        try:
+            return fingerprint.digest(fingerprint.described([model]))
+        except UndescribedError:
+            return None  # it is kept by no key
+
+    model, before = made(), described(made())
+    assert described(model) == before, "of other weights"
+    assert described(model.requires_grad_(True)) == before, "nothing is trained where a graph runs"
+    if change == "class":
+        model.linear.__class__ = type("Other", (nn.Linear,), {"__module__": __name__})
+    elif change == "attribute":
+        model.factor = 3
+    elif change == "shape":
+        model.linear.weight = nn.Parameter(torch.zeros(5, 4))
+    elif change == "type":
+        model.to(torch.float64)
+    elif change == "layout":
+        model.linear.weight = nn.Parameter(torch.zeros(4, 4).T)
+    else:
+        model.linear.register_forward_hook(lambda *_: None)
+    assert described(model) != before

@@ -486,3 +486,12 @@ def test_a_draft_of_nan_still_gives_a_tree_that_begins_with_the_root() -> None:
         above = tree.parents[0, 1:]
         assert (above >= 0).all() and (above < torch.arange(1, num_nodes)).all()
     assert growth.tree(3).tokens[0].tolist() == [7, 11, 13]
+
+
+def test_a_probability_that_is_rounded_above_one_does_not_go_before_its_parent() -> None:
+    growth = TreeGrowth(torch.tensor([7]))
+    growth.add_children(torch.tensor([[[-0.5, -2.0]]]), torch.tensor([[[11, 12]]]))
+    growth.open_best(torch.arange(1))
+    growth.add_children(torch.tensor([[[1e-6, -1.0]]]), torch.tensor([[[13, 14]]]))
+    assert growth.tree(2).tokens.tolist() == [[7, 11]]
+    assert growth.tree(3).tokens.tolist() == [[7, 11, 13]]

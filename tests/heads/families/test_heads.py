@@ -16,6 +16,7 @@ from tiny import VOCAB
 
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.drafting.drafter import Committed, Drafter, Ends
+from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for, register_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.formats.drafthead import save_head
@@ -27,6 +28,7 @@ from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.infer import Decoder
 from drafthead.train.learning.ranks import chain_lengths
 
 GREEDY, WARM = SamplingConfig(), SamplingConfig(temperature=1.0, top_k=20)
@@ -337,3 +339,16 @@ def test_a_head_without_a_drafter_is_named(target) -> None:
 def test_a_second_drafter_of_a_head_is_refused() -> None:
     with pytest.raises(ValueError, match="MedusaHeads already has a drafter: .*MedusaDrafter"):
         register_drafter(MedusaHeads)(object)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "verifier": "rejection"}])
+def test_a_vocabulary_smaller_than_the_usual_trees_are_wide(make_target, family, options) -> None:
+    """The trees that Medusa publishes have the tenth guess at the root."""
+    target = make_target(vocab=5, layers=1)
+    head = HEADS[family](HEADS[family].sized(HEADS[family].config_class(), target))
+    head.initialize(target)
+    decoder = Decoder(target, drafter_for(head.eval(), target))
+    assert len(decoder.generate([[1, 2]], max_new_tokens=4, **options).sequences[0]) == 4
+    if not options:
+        with pytest.raises(UserError, match="6 children of a node .* has 5 guesses"):
+            drafter_for(head, target, TreeShape.from_paths([(n,) for n in range(6)]))

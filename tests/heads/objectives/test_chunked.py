@@ -137,3 +137,21 @@ def test_parameters_that_share_a_gradient_keep_their_own_sums(
     loss(rows)[0].backward()
     for found in (some.grad, other.grad, rows.grad.sum(0)):
         torch.testing.assert_close(found, 4 * rows.detach().sum(0))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_without_gradients_none_are_computed(frozen, monkeypatch) -> None:
+    """Evaluation costs no backward pass, also where the weights are to be trained."""
+    torch.manual_seed(0)
+    some, other = (torch.nn.Linear(4, VOCAB).requires_grad_(not frozen) for _ in range(2))
+    parameters, rows = [*some.parameters(), *other.parameters()], torch.randn(ROWS, 4)
+    loss = in_chunks(VOCAB, parameters)(two_parts(some, other, []))
+    expected, _ = loss(rows, torch.arange(ROWS))
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: asked.append(True))
+    monkeypatch.setattr(
+        chunked, "_add_gradients", lambda part, *_: asked.append(part.requires_grad)
+    )
+    with torch.no_grad():
+        total, _ = loss(rows, torch.arange(ROWS))
+    assert torch.equal(total, expected) and not any(asked) and not total.requires_grad

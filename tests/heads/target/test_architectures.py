@@ -78,7 +78,7 @@ def any_small_model(name: str) -> PreTrainedModel | None:
                 if getattr(config, constant, None) is not None:
                     setattr(config, constant, value)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+                model = AutoModelForCausalLM.from_config(config).eval()
             if model.num_parameters() < 4e6:
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -129,7 +129,7 @@ def test_targets_that_cannot_hold_a_tree_are_refused_with_the_reason(name: str) 
     options, reason = REFUSED[name]
     config = AutoConfig.for_model(name, **{"num_hidden_layers": 2} | options)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UserError, match=reason):
         Target(model)
 

@@ -56,7 +56,7 @@ REFUSED = {
 def test_targets_that_cannot_hold_a_tree_are_refused_with_the_reason(name: str) -> None:
     config = AutoConfig.for_model(name)
     with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM.from_config(config)
+        model = AutoModelForSeq2SeqLM.from_config(config).eval()
     with pytest.raises(UserError, match=REFUSED[name]):
         target_of(model)
 

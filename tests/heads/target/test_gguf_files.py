@@ -1,6 +1,7 @@
 """GGUF targets: what the file holds is what decodes, and what cannot be read is named."""
 
 import importlib.util
+import os
 import struct
 from pathlib import Path
 
@@ -76,6 +77,37 @@ def test_a_copy_is_made_once_for_each_content(tmp_path) -> None:
     second = model_folder(path)
     assert second != first
     assert set(first.parent.iterdir()) == {first, second}
+
+
+@pytest.mark.parametrize("place", [0, 1 << 20, 5_000_000, -1])
+def test_files_that_differ_in_one_byte_are_two_whatever_their_times(tmp_path, place) -> None:
+    """As an archive leaves two fine-tunes: of one name, size and time."""
+    content, names = bytearray(6_000_000), ("first", "second")
+    found = []
+    for name in names:
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "model.gguf"
+        path.write_bytes(content)
+        os.utime(path, (1e9, 1e9))
+        found.append(gguf_files.fingerprint(path))
+        content[place] += 1
+    assert found[0] != found[1]
+    os.utime(path, (2e9, 2e9))
+    assert gguf_files.fingerprint(path) == found[1], "the same content has one copy"
+
+
+@pytest.mark.parametrize("software", ["transformers", "gguf", "copies"])
+def test_another_reader_makes_another_copy(tmp_path, monkeypatch, software) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    before = gguf_files.fingerprint(path)
+    if software == "transformers":
+        monkeypatch.setattr(gguf_files.transformers, "__version__", "later")
+    elif software == "gguf":
+        monkeypatch.setattr(gguf_files, "version", lambda _: "later")
+    else:
+        monkeypatch.setattr(gguf_files, "COPY_VERSION", gguf_files.COPY_VERSION + 1)
+    assert gguf_files.fingerprint(path) != before
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:

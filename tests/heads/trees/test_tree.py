@@ -12,6 +12,7 @@ import torch
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.growing.static import MEDUSA_PATHS, StaticTrees, grow_tree
+from drafthead.heads.trees.guesses import GuessTree
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables, ancestor_mask
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
@@ -120,3 +121,9 @@ def test_a_wider_tree_is_taken_to_be_accepted_more_often() -> None:
     assert chain == pytest.approx((0.6,))  # of the first guess; the next in as many of the others
     assert 0.6 < wide[0] < 1 and sorted(wide, reverse=True) == list(wide)
     assert StaticTrees(None, 4).chances(Budget(2, 1)) is None
+
+
+def test_of_equal_guesses_the_first_stays_which_is_never_a_child_without_its_parent() -> None:
+    """Nodes 1 and 2 under it have one score, and node 3 a better one."""
+    best = GuessTree([1, 2, 3], [0, 1, 0], [1, 2, 1], [-1.0, -1.0, -0.5]).best(2)
+    assert (best.tokens, best.parents, best.depths) == ([1, 3], [0, 0], [1, 1])

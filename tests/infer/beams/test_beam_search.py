@@ -1,5 +1,6 @@
 """Beam search with drafts finds what `model.generate(num_beams=...)` finds, in float32."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from drafthead.heads.target.target import Target
 from drafthead.heads.trees.recipe import known
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
+from drafthead.infer.beams.beam_round import BeamRules, Beams, is_over
 from drafthead.infer.beams.beam_search import BeamStepper
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup
@@ -325,3 +327,14 @@ def test_beams_are_not_learnt_as_answers(target) -> None:
     decoder = Decoder(target, StoreLookup(None, Earlier()))
     with pytest.raises(UserError, match="num_beams does not go with drafts from answers"):
         decoder.generate([9, 10], num_beams=2)
+
+
+def test_with_a_negative_penalty_never_goes_on_by_the_present_length() -> None:
+    """At the limit the best beam would be worse: -1 x 10 is below -3, and -1 x 2 is not."""
+    rules = BeamRules(2, -1.0, "never", frozenset([END]), limit=10)
+    beams = Beams(
+        running=[(9, 9), (9, 8)], scores=torch.tensor([-1.0, -4.0]), ended=[(END,), (8, END)],
+        ended_scores=torch.tensor([-2.5, -3.0]), has_ended=torch.tensor([True, True]),
+    )  # fmt: skip
+    assert not is_over(beams, rules)
+    assert is_over(replace(beams, scores=torch.tensor([-2.0, -4.0])), rules)

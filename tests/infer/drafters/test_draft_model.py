@@ -112,7 +112,7 @@ def short_gpt2() -> Target:
     """A draft model with a table of positions."""
     torch.manual_seed(1)
     sizes = {"vocab_size": VOCAB, "n_positions": SHORT, "n_embd": 32, "n_layer": 1, "n_head": 4}
-    return Target(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)))
+    return Target(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval())
 
 
 def few_tokens() -> Target:

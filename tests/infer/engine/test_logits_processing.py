@@ -309,6 +309,22 @@ def test_a_greedy_step_processes_only_what_it_may_keep(target, drafters, monkeyp
     assert set(calls) == {1} and len(calls) == len(result.sequences[0])
 
 
+LOSSY = [("top_k", {"accept_top": 3}), ("distance", {"accept_distance": 30}),
+         ("top_k", {"accept_top": 1, "min_block": 3})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "options"), LOSSY)
+def test_lossy_rules_write_nothing_that_is_forbidden(target, make_drafter, rule, options) -> None:
+    """They accept more than the most probable token, and what follows is processed as well."""
+    forbidden = set(range(8, 40))
+    config = GenerationConfig(suppress_tokens=[*forbidden], pad_token_id=0)
+    result = Decoder(target, make_drafter("self", target)).generate(
+        PROMPTS, max_new_tokens=MAX_NEW, verifier=rule, generation_config=config, **options
+    )
+    assert not forbidden & {token for answer in result.sequences for token in answer}
+    assert result.stats.tau > 1
+
+
 class Counter(hf.LogitsProcessor):
     """Believes that a call is a token."""
 
@@ -372,7 +388,7 @@ def test_processors_that_remember_or_know_the_batch_are_refused(target, name) ->
         ({"frequency_penalty": 3.0}, r"frequency_penalty must lie in \[-2, 2\]"),
         ({"max_length": 1}, "max_length is 1"),
         ({"stop_strings": ["."]}, "stop_strings need a tokenizer"),
-        ({"suppress_tokens": list(range(VOCAB)), "do_sample": True}, "forbid every token"),
+        ({"suppress_tokens": list(range(VOCAB)), "do_sample": True}, "forbids every token"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_honoured_are_refused_by_name(target, options, complaint) -> None:

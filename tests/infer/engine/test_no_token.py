@@ -28,6 +28,7 @@ WAYS = [
     {**SAMPLED, "top_p": 0.9},
     *({**({} if v.greedy else SAMPLED), "verifier": name} for name, v in VERIFIERS.items()),
 ]
+MATCHED = {**SAMPLED, "verifier": "match"}  # the text of plain decoding
 SHORT = {"max_new_tokens": 4}
 
 
@@ -126,3 +127,43 @@ def test_a_node_without_a_law_is_accepted_as_any_other(name) -> None:
     shares = torch.bincount(first, minlength=4) / count
     assert (shares - law).abs().max() < 5 * (0.25 / count) ** 0.5
     assert (found.bonus[(found.length == 2) & (first == 3)] == -1).all()
+
+
+class NothingAfter(LogitsProcessor):
+    """A grammar of which no text goes on after one token."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(input_ids[:, -1:] == self.token, -torch.inf)
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "medusa:tree"])
+def test_a_dead_end_beside_the_text_is_no_error(target, make_drafter, drafter) -> None:
+    """Any of these tokens may be drafted; plain decoding answers unless it chooses one."""
+    answered, small = 0, make_drafter(drafter, target)
+    for token in range(10, 30):
+        given = {**MATCHED, "max_new_tokens": 6, "logits_processor": [NothingAfter(token)]}
+        try:
+            expected = Decoder(target).generate([[8, 9, 50]], **given).sequences
+        except UserError:
+            with pytest.raises(UserError, match="a logits processor forbids every token"):
+                Decoder(target).generate([[8, 9, 50]], **given)
+            continue
+        found = Decoder(target, small).generate([[8, 9, 50]], **given).sequences
+        answered += 1
+        assert found == expected
+    assert answered > 5
+
+
+@pytest.mark.parametrize("name", ["top_k", "distance", "typical"])
+def test_a_lossy_rule_does_not_lead_into_a_dead_end(name) -> None:
+    """Token 1 is good enough and nothing follows it; token 0 is the target's own choice."""
+    rule = VERIFIERS[name]
+    tree = TokenTree.from_shape(TreeShape.from_paths([(0,)]), torch.tensor([[3, 1]]))
+    logits = torch.tensor([[[1.0, 0.9, -9.0, -9.0], [-torch.inf] * 4]])
+    scores = logits if rule.reads == "logits" else logits.softmax(-1)
+    random = OneStream(1, torch.Generator().manual_seed(0))
+    found = rule.rule(tree, scores, None if rule.greedy else random)
+    assert (found.length.item(), found.bonus.item()) == (1, 0)

@@ -10,6 +10,8 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.past import common_prefix
+from drafthead.infer.request.options import read_options
+from drafthead.infer.running_rows import Ticket
 from drafthead.infer.serving import ServeRequest
 
 # Those that differ in what they know of a row.
@@ -177,3 +179,32 @@ def test_threads_share_what_is_remembered(target, make_drafter, name) -> None:
 def test_one_prompt_is_remembered_at_a_time(target) -> None:
     with pytest.raises(UserError, match="a request has one prompt, got 2"):
         Decoder(target).remember([PREFIX, PREFIX])
+
+
+def test_a_turn_takes_the_place_of_the_one_that_it_goes_on_with(target) -> None:
+    decoder, prompt = Decoder(target), [9, 10, 11]
+    decoder.memory.most_kept = 4
+    for turn in range(3):
+        (answer,) = decoder.serve([ServeRequest(prompt, id=turn, max_new_tokens=3)])
+        prompt = [*prompt, *answer.tokens, 12]
+        assert [past.tokens for past, _ in decoder.memory.kept] == [prompt[:-1]]
+    list(decoder.serve([ServeRequest([20, 21], max_new_tokens=3)]))
+    assert len(decoder.memory.kept) == 2
+
+
+def test_what_weights_have_read_that_changed_meanwhile_is_not_used_again(make_target) -> None:
+    """A row's first columns are of the old weights, its last ones of the new."""
+    target = make_target(seed=3)
+    decoder, prompt = Decoder(target), [9, 10, 11, 12]
+    decoder.memory.most_kept = 4
+    rows = decoder.running_rows(2)
+    ticket = Ticket(0, decoder.request(prompt, read_options({"max_new_tokens": 4})))
+    gains = rows.admit([ticket])
+    with torch.no_grad():
+        target.layers[0].mlp.up_proj.weight.mul_(1.5)
+    while rows.count:
+        gains += rows.step()
+    longer = [*prompt, *gains[-1].row.tokens, 13]
+    found = decoder.generate([longer], max_new_tokens=4)
+    assert len(decoder.memory.kept) == 1 and found.stats.reused == 0
+    assert found.sequences == Decoder(target).generate([longer], max_new_tokens=4).sequences

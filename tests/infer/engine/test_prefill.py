@@ -181,7 +181,7 @@ MODELS = {
             max_position_embeddings=128,
         )
     ),
-    "ALiBi": lambda: BloomForCausalLM(BloomConfig(**SMALL, n_layer=2, n_head=4)),
+    "ALiBi": lambda: BloomForCausalLM(BloomConfig(**SMALL, n_layer=2, n_head=4)).eval(),
 }
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from tiny import BUSHY, random_prompts
+from transformers import FalconConfig, FalconForCausalLM
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.heads.errors import UserError
@@ -139,3 +140,14 @@ def test_passes_of_one_width_are_refused_where_they_do_not_help(make_target) -> 
     mlp.register_forward_hook(lambda _mlp, _given, found: found * found.abs().amax())
     with pytest.raises(UserError, match="rounds a token by what is read beside it"):
         OneWidthTarget(Target(by_all))
+
+
+def test_queries_of_several_heads_that_share_keys_need_not_be_contiguous() -> None:
+    """Falcon's are a transposed view; the target is wrapped, or refused in a sentence."""
+    config = FalconConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=True, alibi=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = OneWidthTarget(Target(FalconForCausalLM(config).bfloat16()))
+    assert len(Decoder(target).generate([[9, 10]], max_new_tokens=3).sequences[0]) == 3

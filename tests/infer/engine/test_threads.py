@@ -134,7 +134,7 @@ def test_passes_of_the_models_owner_are_neither_read_nor_changed(target) -> None
 def test_the_bias_of_an_alibi_target_is_arranged_for_its_own_pass() -> None:
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
     torch.manual_seed(0)
-    model = BloomForCausalLM(config)
+    model = BloomForCausalLM(config).eval()
     answers = [greedy(Decoder(Target(model), PromptLookup(n))) for n in (2, 3, 4)]
     check(answers, greedy(OracleDecoder(Target(model))), PROMPTS["different"], rounds=5)
 

@@ -1,6 +1,8 @@
 """Turns of a conversation are answered as in a new decoding, without reading it all again."""
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from tiny import byte_tokenizer, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
@@ -140,3 +142,24 @@ def test_arguments_of_the_template_reach_every_prompt() -> None:
 def test_arguments_without_effect_are_refused(prompt, arguments, sentence) -> None:
     with pytest.raises(UserError, match=sentence):
         Decoder(chat_target(QUICK)).generate(prompt, chat_template_kwargs=arguments)
+
+
+@pytest.mark.parametrize("change", ["weights", "adapter"])
+def test_a_turn_after_a_change_is_that_of_a_new_decoding(change) -> None:
+    target = chat_target()
+    options = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted = get_peft_model(target.model, options)
+    target = Target(adapted, target.tokenizer)
+    session = Decoder(target).chat(max_new_tokens=12)
+    session.say("hello there")
+    if change == "adapter":
+        adapted.base_model.disable_adapter_layers()
+    else:
+        with torch.no_grad():
+            target.layers[0].mlp.up_proj.weight.mul_(1.5)
+    messages = [*session.messages, {"role": "user", "content": "and now?"}]
+    expected = Decoder(target).generate(messages, max_new_tokens=12).texts[0]
+    assert session.say("and now?") == expected and session.reused == 0
+    session.say("still?")
+    assert session.reused > 0, "what the new weights have read"

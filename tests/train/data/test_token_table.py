@@ -1,6 +1,7 @@
 """Conversations as tokens in an Arrow file that later runs map."""
 
 import json
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -92,20 +93,52 @@ def test_another_place_of_the_same_content_is_not_read_again(cache, source, read
     assert len(readings) == 1
 
 
-@pytest.mark.parametrize("change", ["content", "length", "limit", "template", "vocabulary"])
-def test_what_the_tokens_depend_on_is_read_anew(cache, source, readings, change: str) -> None:
+class Tomorrow(date):
+    """The day after, for templates that write it."""
+
+    @classmethod
+    def today(cls) -> date:
+        return date.today() + timedelta(days=1)
+
+
+CHANGES = ["content", "length", "limit", "template", "vocabulary", "special token", "version",
+           "date"]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_tokens_depend_on_is_read_anew(
+    cache, source, readings, monkeypatch, change: str
+) -> None:
     tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{% if strftime_now is defined %}{% endif %}"
     token_table(reading(source), tokenizer)
     if change == "content":
         source.write_text(source.read_text().replace("count", "c"))
     elif change == "template":
         tokenizer.chat_template += " "
     elif change == "vocabulary":
+        template = tokenizer.chat_template
         tokenizer = byte_tokenizer(("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"))
+        tokenizer.chat_template = template
+    elif change == "special token":  # `eos_token`, say, is what many templates end answers with
+        tokenizer.eos_token = "<|user|>"
+    elif change == "version":
+        monkeypatch.setattr(module, "version", lambda package: f"later than this {package}")
+    elif change == "date":
+        monkeypatch.setattr(module, "date", Tomorrow)
     settings = {"length": {"max_length": 63}, "limit": {"limit": 7}}.get(change, {})
     table = token_table(reading(source, **settings), tokenizer)
     assert len(readings) == 2
     assert len(table) == (7 if change == "limit" else 30)
+
+
+def test_the_date_does_not_matter_where_no_template_writes_it(
+    cache, source, readings, monkeypatch
+) -> None:
+    token_table(reading(source), byte_tokenizer())
+    monkeypatch.setattr(module, "date", Tomorrow)
+    token_table(reading(source), byte_tokenizer())
+    assert len(readings) == 1
 
 
 def test_who_answered_is_kept(cache, tmp_path) -> None:

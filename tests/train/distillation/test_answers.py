@@ -34,7 +34,7 @@ from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
-from drafthead.train.distillation.dialogue import user_turns
+from drafthead.train.distillation.dialogue import question_of, user_turns
 from drafthead.train.distillation.distilled_file import (
     DistilledFile,
     DistillSettings,
@@ -393,3 +393,13 @@ if __name__ == "__main__":
     distilled(
         FakeDecoder(delay=0.02), asked(400), Path(sys.argv[1]), replace(SETTINGS, batch_size=3)
     )
+
+
+@pytest.mark.parametrize("other", [{"content": "b"}, {"role": "system"}, {"name": "Ann"}], ids=str)
+def test_rows_that_differ_in_one_field_of_a_message_ask_another_question(other) -> None:
+    first, question = {"role": "user", "content": "a"}, {"role": "user", "content": "c"}
+    asked = [
+        question_of(Conversation("0", [message, question], "rows.jsonl:1"))
+        for message in (first, dict(first), first | other)
+    ]
+    assert asked[0] == asked[1] != asked[2]

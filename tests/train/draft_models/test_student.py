@@ -55,8 +55,8 @@ def test_a_model_of_all_layers_is_the_target(name: str):
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
     torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)))
-    model = built(architecture_of(target, (0, 1, 2)))
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).eval())
+    model = built(architecture_of(target, (0, 1, 2))).eval()
     copy_layers(target, (0, 1, 2), model)
     ids = torch.arange(8, 20)[None]
     assert torch.equal(Target(model).forward(ids, torch.arange(12)[None], None),

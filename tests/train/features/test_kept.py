@@ -1,10 +1,11 @@
 """Features that are kept on disk: the same losses without the target's passes."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import write_conversations, write_target
+from tiny import tiny_llama, write_conversations, write_target
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.any_target import load_decoder_only
@@ -16,13 +17,17 @@ from drafthead.train.features import kept as kept_features
 from drafthead.train.features.kept import (
     FeatureSource,
     KeptFeatures,
+    digest_of_settings,
     feature_bytes,
     from_int8,
     to_int8,
 )
 from drafthead.train.features.reading import FeatureReader
+from drafthead.train.jobs.weights import weights_fingerprint
 
-SOURCE = FeatureSource(target="a", rows="b", dtype="torch.float32", mixed_precision="no")
+SOURCE = FeatureSource(
+    target="a", settings="s", rows="b", dtype="torch.float32", mixed_precision="no"
+)
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +134,19 @@ def test_a_write_that_fails_leaves_nothing(target, data, tmp_path: Path, monkeyp
     assert list(keeping.kept.path(0).parent.iterdir()) == []
 
 
-def test_features_of_something_else_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("name", [field.name for field in fields(FeatureSource)])
+def test_features_of_something_else_are_refused(tmp_path: Path, name: str):
     KeptFeatures(tmp_path, SOURCE, FeatureSpec())
-    other = FeatureSource(target="a", rows="c", dtype="torch.float32", mixed_precision="no")
-    with pytest.raises(UserError, match="features of other rows .*data.feature_folder"):
-        KeptFeatures(tmp_path, other, FeatureSpec())
+    with pytest.raises(UserError, match=f"features of other {name} .*data.feature_folder"):
+        KeptFeatures(tmp_path, replace(SOURCE, **{name: "another"}), FeatureSpec())
+
+
+def test_the_same_weights_under_another_configuration_are_another_source():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    targets = [Target(tiny_llama()), Target(tiny_llama(rope_parameters=rope))]
+    assert len({weights_fingerprint(target) for target in targets}) == 1
+    assert len({digest_of_settings(target) for target in targets}) == 2
+    assert digest_of_settings(Target(tiny_llama(seed=1))) == digest_of_settings(targets[0])
 
 
 def test_a_disk_without_room_is_said_before_training(tmp_path: Path):

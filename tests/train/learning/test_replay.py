@@ -1,17 +1,23 @@
 """The on-policy stage: where decoding would draft, and that training there is training like any."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import VOCAB
+from torch import nn
 
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
+from drafthead.heads.target.features import Features
 from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features
+from drafthead.train.learning import step
 from drafthead.train.learning.evaluation import measure, ranked_anchors
 from drafthead.train.learning.ranks import accepted_in, replayed, roots_of_steps
 
@@ -116,3 +122,28 @@ def test_the_tau_that_is_reported_is_the_tau_of_decoding(family: str, target, ma
     evaluation = measure(ranked_anchors(batch, head.loss(batch, target).ranks))
     assert evaluation.tau_chain == pytest.approx(result.stats.tau)
     assert evaluation.anchors == sum(map(len, result.sequences))
+
+
+class OneForEachRoot(nn.Module):
+    """A loss of 1 for each root; without roots every supervised token is one."""
+
+    def forward(self, batch: HeadBatch) -> tuple[torch.Tensor, SimpleNamespace]:
+        roots = batch.supervised if batch.roots is None else batch.roots
+        ranks = torch.zeros(int(batch.supervised.sum()), 1, dtype=torch.long)
+        return roots.sum().float(), SimpleNamespace(ranks=ranks)
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_loss_after_drafted_roots_counts_as_that_of_all_supervised_tokens(
+    monkeypatch, every: int
+) -> None:
+    """With every second token as root each of them stands for two, so no step is smaller."""
+    supervised = torch.ones(1, 16, dtype=torch.bool)
+    batch = HeadBatch(supervised.long(), supervised.long(), supervised, Features(None))
+    roots = torch.arange(16)[None] % every == 0
+    monkeypatch.setattr(step, "replayed", lambda batch, _: replace(batch, roots=roots))
+    runner = SimpleNamespace(model=OneForEachRoot())
+    rooted, weight = step.StepRunner._at_drafted_roots(runner, batch)
+    ordinary, _ = runner.model(batch)
+    total, _ = runner.model(rooted)
+    assert total * weight == ordinary == 16
