@@ -20,6 +20,7 @@ LATENT = {
     "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 12, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2}
 ARCHITECTURES: dict[str, dict[str, object]] = {
@@ -63,6 +64,51 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "deepseek_v3": {**MLP, **LATENT},  # keys and values of different width
 }  # fmt: skip
 
+# Small enough for any architecture that has such settings; the others keep theirs.
+FEW = {
+    **HEAD, **EXPERTS, "num_experts": 4, "num_local_experts": 4, "moe_num_experts": 4,
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+ALIKE = (  # which these settings make small
+    "afmoe apertus apertus1p5_text arcee aria_text beam biogpt bitnet cohere cohere2_moe ctrl "
+    "diffllama doge ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint fuyu "
+    "gemma glm glm4_moe gpt-sw3 gpt_bigcode gpt_neox_japanese granite_swa "
+    "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna mellum mimo_v2_flash "
+    "minimax_m2 minimax_m3_vl_text ministral ministral3 moshi nanochat olmo olmo3 olmoe "
+    "persimmon phimoe qwen2_moe sarvam_moe seed_oss solar_open vaultgemma"
+)
+LATENT_ALIKE = "axk1 deepseek_v2 glm4_moe_lite minicpm3 sarvam_mla youtu"
+# The other targets that work and can be built small.
+OTHERS: dict[str, dict[str, object]] = {
+    **{name: FEW for name in ALIKE.split()},
+    **{name: {**MLP, **LATENT} for name in LATENT_ALIKE.split()},
+    "codegen": {"rotary_dim": 4},
+    "cwm": {**HEAD, **MIXED, "bos_token_id": 1},
+    "dbrx": {
+        "d_model": HIDDEN, "n_heads": 4, "n_layers": 2,
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
+    "dory": {  # layers in the middle run twice
+        **FEW, "num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1,
+        "n_recurrent_layers": 2,
+    },
+    "dots1": {**FEW, **LATENT},
+    "gemma3n_text": {
+        **HEAD, **SLIDING, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+        "vocab_size_per_layer_input": VOCAB, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_neo": {"attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 4},
+    "gemma4_unified_text": {**FEW, "global_head_dim": 16},
+    "longcat_flash": {
+        **MLP, **LATENT, "num_layers": 2, "num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2,
+        "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
+    },
+}  # fmt: skip
+
 
 def tiny_model(name: str, options: dict[str, object]) -> PreTrainedModel:
     """A float32 model whose greedy text is varied: large weights, output head of its own."""
@@ -70,7 +116,7 @@ def tiny_model(name: str, options: dict[str, object]) -> PreTrainedModel:
     config = AutoConfig.for_model(name.partition(":")[0], **SIZES | options)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     head = model.get_output_embeddings()
-    head.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
+    head.weight = nn.Parameter(torch.randn(head.weight.shape))
     for parameter in model.parameters():
         if parameter.dim() > 1 and parameter is not head.weight:
             parameter.data.normal_(std=0.3)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def letters_tokenizer(letters: str, pairs: tuple[str, ...] = ()) -> PreTrainedTo
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """VOCAB tokens: special ones, letters, digits and some pairs of letters; with a chat format."""
+    specials, pairs = [*SPECIALS, "<|system|>"], ("th", "he", "ab", "ba")
+    singles = [*string.ascii_lowercase, *string.ascii_uppercase, *" .,"]
+    vocab = {token: n for n, token in enumerate([*specials, *singles, *pairs][:VOCAB])}
+    merges = [(pair[0], pair[1]) for pair in pairs if pair in vocab]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=specials[2:],
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def letters_model(letters: str = LETTERS, pairs: tuple[str, ...] = (), seed: int = 0) -> Target:

@@ -11,7 +11,8 @@ from itertools import pairwise
 import pytest
 import torch
 from alone import Alone
-from conftest import NO_HEADS
+from architectures import ARCHITECTURES, OTHERS, tiny_model
+from drafters import NO_HEADS, make_head
 from tiny import VOCAB
 
 from drafthead.heads.base import HEADS, DraftHead
@@ -352,3 +353,34 @@ def test_a_vocabulary_smaller_than_the_usual_trees_are_wide(make_target, family,
     if not options:
         with pytest.raises(UserError, match="6 children of a node .* has 5 guesses"):
             drafter_for(head, target, TreeShape.from_paths([(n,) for n in range(6)]))
+
+
+ODD = (
+    "beam", "falcon:alibi", "gemma3n_text", "gemma4_unified_text", "gpt_neo", "llama4_text",
+    "longcat_flash",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ODD,
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in ARCHITECTURES | OTHERS
+            if each not in ODD
+        ),
+    ],
+)
+def test_a_head_of_every_family_fits_every_target_or_is_refused_in_a_sentence(name: str) -> None:
+    """Where layers differ in size, have no rotation or no `sdpa` attention, too."""
+    target = Target(tiny_model(name, (ARCHITECTURES | OTHERS)[name]))
+    refused = set()
+    for family in sorted(HEADS):
+        try:
+            decoder = Decoder(target, drafter_for(make_head(family, target), target))
+            assert decoder.generate([9, 10], max_new_tokens=4).sequences
+        except UserError as error:
+            refused.add(family)
+            assert "MTP layer" in str(error) or "streams" in str(error)
+    assert refused <= ({*HEADS} if name == "gemma3n_text" else {"mtp"})

@@ -6,9 +6,8 @@ import pytest
 import torch
 from architectures import (
     ARCHITECTURES,
-    EXPERTS,
+    FEW,
     GROUPED,
-    HEAD,
     LATENT,
     SIZES,
     tiny_model,
@@ -60,11 +59,6 @@ def test_layers_on_disk_give_the_states_of_layers_in_memory(name: str, tmp_path:
         assert read(elsewhere).equal(read(whole))
 
 
-# Small enough for any architecture that has such settings; the others keep theirs.
-FEW = {
-    **HEAD, **EXPERTS, "num_experts": 4, "num_local_experts": 4, "moe_num_experts": 4,
-    "n_routed_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
 CONSTANTS = {"logit_scale": 0.5, "logits_scaling": 0.25, "final_logit_softcapping": 3.0}
 
 

@@ -1,7 +1,7 @@
 """Each drafter in one test: every way of decoding, one text."""
 
 import pytest
-from conftest import DRAFTERS
+from drafters import DRAFTERS
 from tiny import BUSHY, random_prompts
 from transformers import GenerationConfig
 

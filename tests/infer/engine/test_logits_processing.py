@@ -67,6 +67,7 @@ SETTINGS = {
     "bad words": {"bad_words_ids": [[n] for n in range(20, 40)] + [[45, 50], [50, 45]]},
     "least length": {"min_new_tokens": 18, "repetition_penalty": 1.1},
     "least length with the prompt": {"min_length": 25, "repetition_penalty": 1.1},
+    "two least lengths": {"min_new_tokens": 2, "min_length": 60, "repetition_penalty": 1.1},
     "a first and a last token": {"forced_bos_token_id": 9, "forced_eos_token_id": 9},
     "sequence bias": {"sequence_bias": [[[n], 4.0] for n in range(30)] + [[[45, 50], -9.0]]},
     "suppressed tokens": {"suppress_tokens": list(range(0, VOCAB, 3))},

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tiny import byte_tokenizer, random_prompts, tiny_llama
+from transformers import GenerationConfig
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.target.target import Target
@@ -208,3 +209,15 @@ def test_what_weights_have_read_that_changed_meanwhile_is_not_used_again(make_ta
     found = decoder.generate([longer], max_new_tokens=4)
     assert len(decoder.memory.kept) == 1 and found.stats.reused == 0
     assert found.sequences == Decoder(target).generate([longer], max_new_tokens=4).sequences
+
+
+def test_what_only_an_answer_needs_is_not_asked_of_a_remembered_prompt(make_target) -> None:
+    """The model's own settings need an end token, which comes with the call."""
+    target = make_target()
+    target.model.generation_config = GenerationConfig(exponential_decay_length_penalty=(3, 1.5))
+    decoder, own_end = Decoder(target), GenerationConfig(eos_token_id=9)
+    decoder.end_ids = frozenset()
+    expected = decoder.generate(PROMPTS[0], max_new_tokens=8, generation_config=own_end)
+    decoder.remember(PREFIX)
+    found = decoder.generate(PROMPTS[0], max_new_tokens=8, generation_config=own_end)
+    assert found.sequences == expected.sequences and found.stats.reused
