@@ -287,7 +287,8 @@ class Decoder:
         Raises UserError for what is not one prompt of `generate`.
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
-        settings = read_options({"max_new_tokens": 1, "chat_template_kwargs": chat_template_kwargs})
+        options: DecodeOptions = {"max_new_tokens": 1, "use_model_defaults": False}
+        settings = read_options({**options, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
             method, state = self.method(run), self.memory.state()

@@ -4,7 +4,7 @@ Parameters carry the names that Llama checkpoints use (`self_attn.q_proj`, `mlp.
 that heads built from these parts read and write published formats without renaming.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
+from transformers.configuration_utils import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.heads.kv_cache.column_cache import Growing
@@ -42,7 +43,7 @@ class LayerConfig:
 
     def like(self, target: Target) -> Self:
         """This shape with the sizes that it leaves open taken from the target's layers."""
-        config, hidden = target.config, self.hidden_size or target.hidden_size
+        config, hidden = config_of_layer(target.config), self.hidden_size or target.hidden_size
         num_heads = int(config.num_attention_heads)
         inner = getattr(config, "intermediate_size", None)
         defaults: dict[str, Any] = {
@@ -58,13 +59,23 @@ class LayerConfig:
         return replace(self, **{name: v for name, v in defaults.items() if not getattr(self, name)})
 
 
+def config_of_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """A configuration as it is for the last layer with full attention, where layers differ."""
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    kinds = list(getattr(config, "layer_types", None) or ())
+    full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    return config.per_layer_config[full[-1] if full else -1]
+
+
 def rope_parameters_of(target: Target) -> dict[str, Any]:
     """The target's rotary base and scaling; the usual base 10000 for a target without rotation.
 
-    Where kinds of layers rotate differently, those with full attention count.
+    Where kinds of layers rotate differently, those with full attention count, if they rotate.
     """
     given = getattr(target.config, "rope_parameters", None) or {}
-    given = dict(given.get("full_attention", given))
+    kinds = [given.get("full_attention"), *given.values()]
+    given = dict(next((kind for kind in kinds if isinstance(kind, Mapping)), given))
     theta = float(given.get("rope_theta") or 10000.0)
     if given.get("rope_type", "default") not in ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": theta}

@@ -19,7 +19,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from drafthead.heads.errors import UserError
 from drafthead.heads.layers.decoder_layer import Rotation, Store
-from drafthead.heads.target.architecture import cache_argument, keep_layers
+from drafthead.heads.target.architecture import (
+    LAYER_NAMES,
+    cache_argument,
+    find_module,
+    keep_layers,
+)
 from drafthead.heads.target.masks import layer_kinds
 
 # Models with code of their own whose layers are those of another model, which transformers has.
@@ -70,16 +75,25 @@ def mtp_layer_of(config: PretrainedConfig) -> dict[str, Any]:
 def model_of_one_layer(content: Mapping[str, Any]) -> PreTrainedModel:
     """A fresh model of one layer, without tokens, in float32, on the device of the context.
 
-    Raises UserError for a model that transformers does not have, or without rotary positions.
+    Raises UserError for a model that transformers does not have, without rotary positions, or of
+    which transformers builds no such part.
     """
     plain = {key: value for key, value in content.items() if key not in NOT_KEPT}
-    config = config_named({**plain, **NO_TOKENS, "num_hidden_layers": 1})
-    # Experts one after the other: their other forms take no mixed precision.
-    config._experts_implementation = "eager"
-    model: PreTrainedModel = AutoModel.from_config(
-        config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
-    )
-    if not hasattr(model, "rotary_emb"):
+    try:
+        config = config_named({**plain, **NO_TOKENS, "num_hidden_layers": 1})
+        # Experts one after the other: their other forms take no mixed precision.
+        config._experts_implementation = "eager"
+        model: PreTrainedModel = AutoModel.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
+    except UserError:
+        raise
+    except Exception as error:  # a model that cannot have one layer, or no mask: many kinds
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{content.get('model_type')} has no MTP layer: {reason}") from error
+    rotations = getattr(config, "rope_parameters", None) or {}
+    by_kind = any(isinstance(each, Mapping) for each in rotations.values())
+    if not hasattr(model, "rotary_emb") or (by_kind and not rotations.get(config.layer_types[0])):
         raise UserError(f"{type(model).__name__} has no rotary positions, which MTP layers have")
     return model
 
@@ -112,7 +126,10 @@ class OwnLayer(nn.Module):
     def __init__(self, model: PreTrainedModel, rotary: OwnRotary):
         """Raises UserError for a layer that carries a state, which cannot branch."""
         super().__init__()
-        layers: Any = model.layers
+        layers: Any = find_module(model, LAYER_NAMES, "decoder layers")
+        self.name = type(model).__name__
+        if len(layers) != 1:
+            raise UserError(f"{self.name} has no MTP layer: transformers builds {len(layers)}")
         self.layer = layers[0]
         self.rotary, self.width = rotary, int(model.config.hidden_size)
         (self.kind,) = layer_kinds(model.config, type(model).__name__)
@@ -122,7 +139,8 @@ class OwnLayer(nn.Module):
     def cache_sizes(self) -> tuple[int, int, int]:
         """Heads of what the layer keeps of a position, and the widths of a key and a value.
 
-        As a pass over one position shows: latent attention keeps something else than keys.
+        As a pass over one position shows: latent attention keeps something else than keys. Raises
+        UserError for a layer that needs more than its states and rotary positions.
         """
         weight, sizes = next(self.parameters()), []
 
@@ -130,11 +148,15 @@ class OwnLayer(nn.Module):
             sizes.append((keys.shape[1], keys.shape[3], values.shape[3]))
             return keys, values
 
-        with torch.no_grad():
-            rotation = self.rotary(torch.zeros(1, 1, dtype=torch.long, device=weight.device))
-            sees = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
-            self(weight.new_zeros(1, 1, self.width), rotation, sees, look)
-        return sizes[0]
+        try:
+            with torch.no_grad():
+                rotation = self.rotary(torch.zeros(1, 1, dtype=torch.long, device=weight.device))
+                sees = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
+                self(weight.new_zeros(1, 1, self.width), rotation, sees, look)
+            return sizes[0]
+        except Exception as error:  # what a layer lacks shows itself in as many kinds of errors
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.name} has no MTP layer that runs alone: {reason}") from error
 
     def forward(
         self,

@@ -82,8 +82,11 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     Settings that list a value for each layer keep those of the chosen layers. Two end tokens of a
     model of two layers are no such setting.
     """
-    count = config.num_hidden_layers
-    for name, value in config.to_dict().items():
+    count, given = config.num_hidden_layers, config.to_dict()
+    if own := given.get("per_layer_config"):  # of layers that differ from the others, by number
+        own = {int(layer): settings for layer, settings in own.items()}
+        config.per_layer_config = {n: own[old] for n, old in enumerate(layers) if old in own}
+    for name, value in given.items():
         if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
             setattr(config, name, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)

@@ -107,6 +107,8 @@ def build(
     config = copy.deepcopy(config)
     config.do_sample = False
     config.max_length = prompt_length + limit
+    if config.min_new_tokens is not None:  # it wins, as in `model.generate`
+        config.min_length = None
     ends = torch.tensor(sorted(end_ids), device=target.device) if end_ids else None
     config._eos_token_tensor = ends
     if ends is None and config.exponential_decay_length_penalty is not None:

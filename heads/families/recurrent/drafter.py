@@ -210,6 +210,11 @@ class RecurrentDrafter(RecurrentPasses):
 class MtpDrafter(RecurrentDrafter):
     """An MTP layer as a drafter; its passes run as transformers has them, not compiled."""
 
+    def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
+        """Raises UserError as for any head, and for a layer that does not run alone."""
+        super().__init__(head, target, shape)
+        DraftCache(head.layers, rows=1)  # tries the layer
+
     def prepare(self, target: Target | None) -> None:
         """Draft for this compiled target: kernels and recordings of ours do not know its layer."""
         self.target = target or self.target
