@@ -379,7 +379,8 @@ def decoder_for(
             if value is not None:
                 raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
-    if compile or (compile is None and is_new and target.backend.compiles):
+    backend = target.backend
+    if compile or (compile is None and is_new and (backend.compiles or backend.has_kernels)):
         drafter.compile(target)
     budget = None
     if tree_nodes is not None:

@@ -339,6 +339,8 @@ def prepared_target(target: Target, compile: bool | None, same_bits: bool = Fals
         target.check_compilable()
     if is_new and (compile or (compile is None and can_record(target))):
         target = target.compiled(fuses=bool(compile))
+    elif compile is None and is_new:
+        target = target.packed()
     if same_bits and not target.same_bits:
         raise UserError(
             "same_bits with compile is for bfloat16 on a CPU with our kernels: leave compile out"

@@ -1,53 +1,112 @@
-"""Kernels that are compiled once, for the graphs of all models.
+"""The kernels of this processor, compiled once for all models and kept in the user's cache.
 
 A product has code of its own for each number of rows, which takes longer to compile than the rest
-of most graphs. A graph declares such a kernel and finds it among the functions of the process. The
-library is compiled while the first graph is traced, and then kept in torch's cache.
+of most graphs. `python -m drafthead.backends.cpu.kernels.library` compiles them, as installing the
+project does; else they are when they are first needed. Code that torch generates for a pass finds
+the products among the functions of the process.
 """
 
 import hashlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from ctypes import CDLL, RTLD_GLOBAL
+import logging
+import os
+import re
+import subprocess
+import sys
 from functools import cache
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torch._inductor.codecache import CppCodeCache
+import torch
 
-from drafthead.backends.cpu.kernels.template import text_of
+from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them known to torch)
+from drafthead.backends.cpu.kernels.kernel_set import AVX512, kernel_set
+from drafthead.heads.storage.disk_cache import cache_or_scratch
 
-HEADERS = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <c10/util/Unroll.h>
-"""
+SOURCE, INCLUDED = Path(__file__).parent / "source", Path(torch.__file__).parent
+FLAGS = (
+    *("-O3", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
+    # Each number is rounded as the source says: torch's code generator compiles so as well.
+    *("-fno-math-errno", "-ffp-contract=off", "-fno-tree-loop-vectorize"),
+    *("-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mlzcnt", "-mbmi", "-mbmi2"),
+)
+AVX512_FLAGS = tuple(f"-mavx512{part}" for part in ("f", "dq", "vl", "bw", "vnni", "bf16"))
 
-
-class Library(CppCodeCache):
-    """torch's cache of compiled code, with functions that other compiled code can call."""
-
-    cache: dict[str, Callable[[], Any]] = {}  # noqa: RUF012  (as in torch)
-
-    @staticmethod
-    def _load_library_inner(path: str, key: str) -> CDLL:
-        return CDLL(path, RTLD_GLOBAL)
-
-
-@cache
-def declarations() -> str:
-    """C++ that declares the functions of the library, in a namespace of this version."""
-    version = hashlib.sha256(text_of("library.h").encode()).hexdigest()[:16]
-    return f"#define DRAFTHEAD_LIBRARY drafthead_{version}\n{text_of('declared.h')}"
+logger = logging.getLogger(__name__)
 
 
-@cache
-def begun() -> Callable[[], CDLL]:
-    """Begin to compile the library, where it is not in the cache yet.
+def text_of(name: str) -> str:
+    """The text of a file of `source/`, with that of the files that it includes.
 
-    The result waits for it, and makes its functions known to code that is loaded from then on; it
-    raises InductorError where they cannot be compiled.
+    Those that are not there are in a folder for the processor's instructions.
     """
-    code = HEADERS + declarations() + text_of("library.h")
-    compiling = ThreadPoolExecutor(1)
-    load: Callable[[], CDLL] = Library.load_async(code, submit_fn=compiling.submit)
-    compiling.shutdown(wait=False)
-    return load
+    # Not the path of a header: torch's cache of compiled code would not notice that it changes.
+    path = SOURCE / name
+    if not path.exists():
+        path = SOURCE / str(kernel_set()) / name
+    text = path.read_text()
+    return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
+
+
+@cache
+def namespace() -> str:
+    """C++ that names the namespace of this version's functions."""
+    version = hashlib.sha256(text_of("library.h").encode()).hexdigest()[:16]
+    return f"#define DRAFTHEAD_LIBRARY drafthead_{version}\n"
+
+
+def declarations() -> str:
+    """C++ that declares the functions of the library."""
+    return namespace() + text_of("declared.h")
+
+
+def command(source: Path, library: Path) -> list[str]:
+    """What compiles the library."""
+    widest = "AVX512" if kernel_set() == AVX512 else "AVX2"
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    include = INCLUDED / "include"
+    return [
+        *(os.environ.get("CXX", "g++"), *FLAGS, *(AVX512_FLAGS if widest == "AVX512" else ())),
+        *(f"-DCPU_CAPABILITY_{widest}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
+        *(str(source), "-o", str(library)),
+        *(f"-L{INCLUDED / 'lib'}", "-ltorch_cpu", "-lc10"),
+    ]
+
+
+@cache
+def loaded() -> bool:
+    """Whether the kernels run in this process: compiled if need be, and made known to torch.
+
+    Where they cannot be, one line says why.
+    """
+    if kernel_set() is None:
+        return False
+    text = namespace() + text_of("operations.cpp")
+    parts = [torch.__version__, text, *command(Path("-"), Path("-"))]
+    path = cache_or_scratch("library") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+    try:
+        if not path.exists():
+            compile_library(text, path)
+        torch.ops.load_library(path)
+    except OSError as error:
+        logger.warning("torch's own kernels run, which round otherwise beside others: %s", error)
+        return False
+    return True
+
+
+def compile_library(text: str, path: Path) -> None:
+    """Compile the library; raises OSError where that fails."""
+    logger.info("compiling the kernels for this processor, once: half a minute")
+    with TemporaryDirectory(dir=path.parent) as folder:
+        source, made = Path(folder) / "operations.cpp", Path(folder) / path.name
+        source.write_text(text)
+        done = subprocess.run(command(source, made), capture_output=True, text=True, check=False)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            raise OSError(f"{os.environ.get('CXX', 'g++')}: {(errors or ['it failed'])[0]}")
+        made.replace(path)  # whole, should another process read it
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    sys.exit(0 if kernel_set() is None or loaded() else 1)
