@@ -332,8 +332,6 @@ def prepared_target(target: Target, compile: bool | None, same_bits: bool = Fals
     `compile` where the target cannot be compiled, and for `same_bits` where it cannot hold.
     """
     is_new = not target.backend.compiles
-    if same_bits and not compile and not target.same_bits:
-        return OneWidthTarget(target)
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
@@ -341,6 +339,8 @@ def prepared_target(target: Target, compile: bool | None, same_bits: bool = Fals
         target = target.compiled(fuses=bool(compile))
     elif compile is None and is_new:
         target = target.packed()
+    if same_bits and not compile and not target.same_bits:
+        target = OneWidthTarget(target)
     if same_bits and not target.same_bits:
         raise UserError(
             "same_bits with compile is for bfloat16 on a CPU with our kernels: leave compile out"

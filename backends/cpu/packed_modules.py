@@ -116,7 +116,7 @@ class PackedLayer(nn.Module):
         of = past_key_values if cache is None else cache
         keys, values, columns = of.place(self.number, hidden_states.shape[1])
         seen = attention_mask, keys, values, columns, self.weights
-        return ops.layer(hidden_states, *position_embeddings, *seen, self.eps, self.scale)
+        return ops.decoder_layer(hidden_states, *position_embeddings, *seen, self.eps, self.scale)
 
 
 def packed_attention(
@@ -151,7 +151,9 @@ def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
     """A model with the same weights, of which our kernels run what they can."""
     shared = {id(weight): weight for _, weight in weights_of(model)}
     twin = copy.deepcopy(model, shared)
-    twin.config.get_text_config(decoder=True)._attn_implementation = ATTENTION
+    config = twin.config.get_text_config(decoder=True)
+    if model._supports_attention_backend and config._attn_implementation == "sdpa":
+        config._attn_implementation = ATTENTION
     for parent, name, part in list(children_in(twin)):
         if (made := packed(part, in_bytes)) is not None:
             parent._modules[name] = made

@@ -102,6 +102,7 @@ class PackedTarget(Target):
         """
         if state_of(self.model) != self.state:
             self.pack()
+            self.__dict__.pop("same_bits", None)
         return TreeCache(move=self.backend.replacement_of(move_columns))
 
     @property
@@ -153,6 +154,7 @@ class PackedTarget(Target):
             return all(not list(part.parameters(recurse=False)) or is_lookup(part) for part in others)
         return (
             self.config._attn_implementation == "sdpa"
+            and self.model._supports_attention_backend
             and all(states.shape[-1] % NORM_MULTIPLE == 0 for states in self.one_token.states)
             and all(map(has_our_products, self.model.modules()))
             and is_alike(self)
@@ -172,6 +174,8 @@ def follows(cache: Cache | None, mask: LayerMasks) -> bool:
 def packed_target(target: Target, in_bytes: bool = False) -> Target:
     """The target with our kernels; as it is, with a line in the log, where it cannot have them."""
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+        return target
+    if isinstance(target, PackedTarget):
         return target
     try:
         target.check_compilable()
@@ -193,11 +197,16 @@ def obstacle(target: Target) -> str | None:
         return "it has an encoder"
     if target.backend.compiles or target.same_bits:
         return "its passes are made otherwise already"
-    if any(part._forward_hooks or part._forward_pre_hooks for part in target.model.modules()):
+    if has_hooks(target.model):
         return "hooks on its modules read or change what these compute"
     if not any(map(is_product, target.model.modules())):
         return "it has no matrices of bfloat16 numbers"
     return None
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether something else reads or changes what the modules of a model compute."""
+    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ def kernel_set() -> str | None:
     Processors with AVX512 that cannot multiply bfloat16 numbers get the kernels for AVX2: these
     convert each weight to float32, which takes no longer than fetching it.
     """
-    found = torch.cpu.get_capabilities()
-    if all(found.get(name, False) for name in ("avx512_bf16", "avx512_vl", "avx512_dq")):
+    widest = torch.backends.cpu.get_cpu_capability()  # that torch may use: ATEN_CPU_CAPABILITY
+    if widest == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16", False):
         return AVX512
-    return AVX2 if found.get("avx2", False) and found.get("fma3", False) else None
+    return AVX2 if widest in ("AVX2", "AVX512") else None

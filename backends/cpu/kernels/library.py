@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from ctypes import CDLL, RTLD_GLOBAL
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,6 +60,18 @@ def declarations() -> str:
     return namespace() + text_of("declared.h")
 
 
+def text() -> str:
+    """The C++ of the library."""
+    return namespace() + text_of("operations.cpp")
+
+
+def path_of(source: str) -> Path:
+    """Where the library of this source is kept."""
+    parts = [torch.__version__, source, *command(Path("-"), Path("-"))]
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return cache_or_scratch("library") / f"{name}.so"
+
+
 def command(source: Path, library: Path) -> list[str]:
     """What compiles the library."""
     widest = "AVX512" if kernel_set() == AVX512 else "AVX2"
@@ -81,25 +94,23 @@ def loaded() -> bool:
     """
     if kernel_set() is None:
         return False
-    text = namespace() + text_of("operations.cpp")
-    parts = [torch.__version__, text, *command(Path("-"), Path("-"))]
-    path = cache_or_scratch("library") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+    path = path_of(text())
     try:
         if not path.exists():
-            compile_library(text, path)
-        torch.ops.load_library(path)
+            compile_library(text(), path)
+        CDLL(str(path), RTLD_GLOBAL)  # generated code finds the functions, and torch the operations
     except OSError as error:
         logger.warning("torch's own kernels run, which round otherwise beside others: %s", error)
         return False
     return True
 
 
-def compile_library(text: str, path: Path) -> None:
+def compile_library(code: str, path: Path) -> None:
     """Compile the library; raises OSError where that fails."""
     logger.info("compiling the kernels for this processor, once: half a minute")
     with TemporaryDirectory(dir=path.parent) as folder:
         source, made = Path(folder) / "operations.cpp", Path(folder) / path.name
-        source.write_text(text)
+        source.write_text(code)
         done = subprocess.run(command(source, made), capture_output=True, text=True, check=False)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line]

@@ -153,11 +153,11 @@ def rotations(
 
 
 @operation(
-    "layer(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor keys, Tensor values, "
+    "decoder_layer(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor keys, Tensor values, "
     "Tensor columns, Tensor[] weights, float eps, float scale) -> Tensor",
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
 )
-def layer(
+def decoder_layer(
     hidden: torch.Tensor,  # [B, T, D]
     cos: torch.Tensor,  # [B or 1, T, head]
     sin: torch.Tensor,  # as cos

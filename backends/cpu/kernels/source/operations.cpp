@@ -132,8 +132,8 @@ std::tuple<Tensor, Tensor> rotations_op(const Tensor& positions, const Tensor& f
     return {cos, sin};
 }
 
-// A decoder layer [B, T, D], see `layers.py`.
-Tensor layer_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& mask,
+// The output [B, T, D] of a decoder layer, see `operations.py`.
+Tensor decoder_layer_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& mask,
                 const Tensor& keys, const Tensor& values, const Tensor& columns, TensorList weights,
                 double eps, double scale) {
     const Tensor &norm = weights[0], &qkv = weights[1], &qkv_bias = weights[2];
@@ -247,7 +247,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("attend", TORCH_FN(attend_op));
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
-    m.impl("layer", TORCH_FN(layer_op));
+    m.impl("decoder_layer", TORCH_FN(decoder_layer_op));
     m.impl("top", TORCH_FN(top_op));
     m.impl("draw", TORCH_FN(draw_op));
     m.impl("move_columns", TORCH_FN(move_columns_op));
