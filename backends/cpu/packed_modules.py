@@ -217,11 +217,12 @@ def norm_like(part: nn.Module) -> PackedNorm | None:
 
 def has_fixed_frequencies(part: nn.Module) -> bool:
     """Whether rotary positions are of frequencies that a text does not change, a multiple of 16."""
-    frequencies = getattr(part, "inv_freq", None)
+    frequencies, kind = getattr(part, "inv_freq", None), getattr(part, "rope_type", None)
     return (
-        getattr(part, "rope_type", None) in FIXED_FREQUENCIES
+        isinstance(kind, str)
+        and kind in FIXED_FREQUENCIES
         and isinstance(frequencies, torch.Tensor)
-        and 2 * frequencies.numel() % NORM_MULTIPLE == 0
+        and (2 * frequencies.numel()) % NORM_MULTIPLE == 0
         and isinstance(getattr(part, "attention_scaling", None), int | float)
     )
 
@@ -232,7 +233,10 @@ def rotations_like(part: Any) -> PackedRotations | None:
     made, places = PackedRotations(part.inv_freq, part.attention_scaling), torch.arange(0, 999, 37)
     x = torch.zeros(1, dtype=torch.bfloat16)
     pairs = zip(part(x, places[None]), made(x, places[None]), strict=True)
-    alike = all(a.shape == b.shape and torch.allclose(a, b, atol=2**-6) for a, b in pairs)
+    alike = all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=2**-6)
+        for a, b in pairs
+    )
     return made if alike else None
 
 

@@ -183,8 +183,9 @@ def packed_target(target: Target, in_bytes: bool = False) -> Target:
             raise UserError(reason)
         made = PackedTarget(target, in_bytes)
         refuse_unlike(target, made)
-    except UserError as error:
-        tell_of_torch(type(target.model).__name__, str(error))
+    except Exception as error:  # whatever the code of a model raises that is given these
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        tell_of_torch(type(target.model).__name__, reason)
         return target
     return made
 
@@ -232,8 +233,6 @@ def refuse_unlike(target: Target, made: PackedTarget) -> None:
             share = float((found - expected).float().norm() / (expected - given).float().norm())
             if not share < MOST_DIFFERENT:
                 raise UserError(f"a layer would give something else, by {share:.1%}")
-    except (RuntimeError, TypeError, AttributeError, ValueError, KeyError) as error:
-        raise UserError(str(error).strip().splitlines()[0]) from error
     finally:
         for handle in handles:
             handle.remove()
