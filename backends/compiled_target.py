@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 

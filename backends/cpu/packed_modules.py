@@ -1,8 +1,8 @@
 """Modules that run our kernels in place of those of a model: a twin of it, with the same weights.
 
 Any product of bfloat16 weights reads packed ones, attention is found in transformers' registry, and
-norms and rotary positions are computed by kernels where theirs are known. A decoder layer of a known
-class is one call. What is not known stays as it is.
+norms and rotary positions are computed by kernels where theirs are known. A decoder layer of a
+known class is one call. What is not known stays as it is.
 """
 
 import copy
@@ -20,7 +20,9 @@ from drafthead.heads.target.weight_state import weights_of
 
 ATTENTION = "drafthead_cpu"
 # Layers that compute what Llama's do, some with a bias or with norms of queries and keys.
-LLAMA_LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")}
+LLAMA_LAYERS = {
+    f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")
+}
 # Rotary positions whose frequencies are the same however long the text is.
 FIXED_FREQUENCIES = {"default", "linear", "llama3", "yarn"}
 ops = torch.ops.drafthead
@@ -32,7 +34,11 @@ class PackedLinear(nn.Module):
     def __init__(self, product: nn.Linear, in_bytes: bool):
         """The weights are also read `in_bytes` where their form allows it."""
         super().__init__()
-        self.weight, self.bias, self.out_features = product.weight, product.bias, product.out_features
+        self.weight, self.bias, self.out_features = (
+            product.weight,
+            product.bias,
+            product.out_features,
+        )
         in_bytes = in_bytes and can_be_bytes(product.weight, product.weight)
         self.packed = ops.pack([product.weight], False, in_bytes)
 
@@ -75,11 +81,10 @@ class PackedRotations(nn.Module):
 class PackedLayer(nn.Module):
     """A decoder layer of Llama's kind in one call, over a cache with room for the new tokens."""
 
-    def __init__(self, layer: nn.Module, in_bytes: bool):
+    def __init__(self, layer: Any, in_bytes: bool):
         """For a layer of which `is_llama_layer` holds."""
         super().__init__()
-        attention: Any = layer.self_attn
-        mlp: Any = layer.mlp
+        attention, mlp = layer.self_attn, layer.mlp
         products = attention.q_proj, attention.k_proj, attention.v_proj
         nothing = attention.q_proj.weight.new_empty(0)
         biases = [product.bias for product in products]
@@ -240,13 +245,12 @@ def rotations_like(part: Any) -> PackedRotations | None:
     return made if alike else None
 
 
-def is_llama_layer(layer: nn.Module) -> bool:
+def is_llama_layer(layer: Any) -> bool:
     """Whether a decoder layer computes what Llama's does, from weights of sizes of ours."""
     kind = type(layer)
     if kind.__name__ not in LLAMA_LAYERS or not kind.__module__.startswith("transformers.models."):
         return False
-    attention: Any = layer.self_attn
-    mlp: Any = layer.mlp
+    attention, mlp = layer.self_attn, layer.mlp
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [part for name in ("q_norm", "k_norm") if (part := getattr(attention, name, None))]
     first = [attention.q_proj, attention.k_proj, attention.v_proj]

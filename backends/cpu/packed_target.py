@@ -106,7 +106,7 @@ class PackedTarget(Target):
         return TreeCache(move=self.backend.replacement_of(move_columns))
 
     @property
-    def one_token(self) -> TreeCache:  # type: ignore[override]  # a property there as well
+    def one_token(self) -> TreeCache:
         """As `Target.one_token`."""
         return self.plain.one_token
 
@@ -151,7 +151,9 @@ class PackedTarget(Target):
         if any(isinstance(part, PackedLayer) for part in parts):
             known = PackedLayer, PackedLinear, PackedNorm, PackedRotations
             others = [part for part in parts if not isinstance(part, known)]
-            return all(not list(part.parameters(recurse=False)) or is_lookup(part) for part in others)
+            return all(
+                not list(part.parameters(recurse=False)) or is_lookup(part) for part in others
+            )
         return (
             self.config._attn_implementation == "sdpa"
             and self.model._supports_attention_backend

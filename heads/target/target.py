@@ -352,7 +352,7 @@ class Target:
         """The output head when it is a matrix of numbers: not quantised, without adapters."""
         head = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
-        return head if plain else None  # type: ignore[return-value]  # mypy knows no `type is`
+        return head if plain else None
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's scaling and cap, applied to outputs [..., V] of its output head."""

@@ -15,7 +15,6 @@ from drafthead.heads.kv_cache.column_cache import (
     move_columns,
 )
 
-
 # Keys and values [B, H, capacity, D], and columns [T].
 Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -23,6 +23,7 @@ from torch._inductor.lowering import register_lowering
 
 from drafthead.backends.cpu.kernels.operations import MOST
 from drafthead.backends.cpu.kernels.template import KernelTemplate, Node, call_by_rows
+
 DRAW = """
     draw({{start(logits)}}, {{start(tokens)}}, {{start(parents)}}, {{start(keys)}},
          {{start(settings)}}, {{start(output)}}, {{size(tokens, 0)}}, {{size(tokens, 1)}},

@@ -23,9 +23,7 @@ LARGEST_HEAD = 256
 Function = Callable[..., Any]
 
 
-def operation(
-    signature: str, shape: Function | None = None
-) -> Callable[[Function], Function]:
+def operation(signature: str, shape: Function | None = None) -> Callable[[Function], Function]:
     """Make a function known to torch as `drafthead::` and the signature.
 
     `shape` makes an empty result of the same arguments, by default none.
@@ -33,7 +31,9 @@ def operation(
     name = f"drafthead::{signature.partition('(')[0]}"
 
     def register(function: Function) -> Function:
-        torch.library.define(name, signature[signature.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.define(
+            name, signature[signature.index("(") :], tags=(torch.Tag.pt2_compliant_tag,)
+        )
         torch.library.impl(name, "CompositeExplicitAutograd")(function)
         torch.library.register_fake(name)(shape or (lambda *_: None))
         return function
