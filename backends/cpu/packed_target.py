@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
@@ -32,6 +33,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, find_module
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.hooks import hook_lock
 from drafthead.heads.target.masks import LayerMasks
 from drafthead.heads.target.one_width import is_alike
 from drafthead.heads.target.target import Target, TargetOutput
@@ -40,6 +42,7 @@ from drafthead.heads.target.weight_state import state_of
 
 # Share by which what a layer adds to its input may differ from the model's own, in bfloat16.
 MOST_DIFFERENT = 0.05
+HOOKED = "hooks on its modules read or change what these compute"
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class PackedTarget(Target):
         self.last_state = self.find_last_state(decoder)
         self.output_head = self.called.get_output_embeddings()
         self.functions.clear()
+        self.is_hooked = False
 
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other.
@@ -103,6 +107,9 @@ class PackedTarget(Target):
         if state_of(self.model) != self.state:
             self.pack()
             self.__dict__.pop("same_bits", None)
+        self.is_hooked = has_hooks(self.model)
+        if self.is_hooked:
+            tell_of_torch(type(self.model).__name__, HOOKED)
         return TreeCache(move=self.backend.replacement_of(move_columns))
 
     @property
@@ -121,7 +128,7 @@ class PackedTarget(Target):
         logits_to_keep: int = 0,
     ) -> TargetOutput:
         """As `Target.run`; passes that follow a cache run our kernels."""
-        run = super().run if follows(cache, attention_mask) else self.plain.run
+        run = super().run if self.runs_ours(cache, attention_mask) else self.plain.run
         with threads.for_a_call():
             return run(input_ids, position_ids, attention_mask, features, cache, logits_to_keep)
 
@@ -135,9 +142,14 @@ class PackedTarget(Target):
         cache: Cache | None = None,
     ) -> Features:
         """As `Target.read`; passes that follow a cache run our kernels."""
-        read = super().read if follows(cache, attention_mask) else self.plain.read
+        read = super().read if self.runs_ours(cache, attention_mask) else self.plain.read
         with threads.for_a_call():
             return read(input_ids, position_ids, attention_mask, features, cache)
+
+    def runs_ours(self, cache: Cache | None, mask: LayerMasks) -> bool:
+        """Whether a pass runs our kernels: it follows a cache that has room for it."""
+        follows = isinstance(cache, TreeCache) and bool(cache.keys) and mask is not None
+        return follows and not self.is_hooked
 
     @property
     def reads_rows_alone(self) -> bool:
@@ -168,11 +180,6 @@ def is_lookup(part: nn.Module) -> bool:
     return isinstance(part, nn.Embedding)
 
 
-def follows(cache: Cache | None, mask: LayerMasks) -> bool:
-    """Whether a pass follows a cache that has room for it."""
-    return isinstance(cache, TreeCache) and bool(cache.keys) and mask is not None
-
-
 def packed_target(target: Target, in_bytes: bool = False) -> Target:
     """The target with our kernels; as it is, with a line in the log, where it cannot have them."""
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
@@ -201,15 +208,16 @@ def obstacle(target: Target) -> str | None:
     if target.backend.compiles or target.same_bits:
         return "its passes are made otherwise already"
     if has_hooks(target.model):
-        return "hooks on its modules read or change what these compute"
+        return HOOKED
     if not any(map(is_product, target.model.modules())):
         return "it has no matrices of bfloat16 numbers"
     return None
 
 
-def has_hooks(model: nn.Module) -> bool:
+def has_hooks(model: PreTrainedModel) -> bool:
     """Whether something else reads or changes what the modules of a model compute."""
-    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    with hook_lock(model):  # those of our own passes are gone
+        return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 @torch.no_grad()

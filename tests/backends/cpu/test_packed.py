@@ -156,6 +156,12 @@ def test_torchs_kernels_run_where_ours_cannot_and_the_log_says_why(caplog) -> No
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert not prepared_target(Target(hooked), None).same_bits
     assert "hooks on its modules read or change what these compute" in caplog.text
+    later = model_of("llama")
+    decoder = Decoder(prepared_target(Target(later), None))
+    [prompt], seen = random_prompts(1), []
+    later.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    decoder.generate(prompt, max_new_tokens=2)
+    assert len(seen) > 2
     for plain in (Target(model_of("llama").float()), Target(model_of("llama"))):
         assert not prepared_target(plain, False).backend.has_kernels
 
