@@ -370,8 +370,9 @@ def decoder_for(
     """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None.
 
     Compiled, as it is, or for None recorded or with our kernels where that is possible;
-    `same_bits` as for `Decoder.from_pretrained`. Raises UserError for settings of a drafter without one, and for
-    `compile` and `same_bits` where the target cannot be compiled or cannot keep that promise.
+    `same_bits` as for `Decoder.from_pretrained`. Raises UserError for settings of a drafter without
+    one, and for `compile` and `same_bits` where the target cannot be compiled or cannot keep that
+    promise.
     """
     is_new = not target.backend.compiles
     target = prepared_target(target, compile, same_bits)
