@@ -28,7 +28,6 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.backends.cpu.direct_call import OtherLayoutError, Recorder, direct_call
-from drafthead.backends.cpu.fingerprint import described, digest, surroundings
 from drafthead.backends.cpu.graph_record import GraphRecord, keep, log_useless, records
 from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.layers.layer_stack import (
@@ -37,9 +36,10 @@ from drafthead.backends.cpu.layers.layer_stack import (
     stack_for,
     tell_of_all_layers,
 )
-from drafthead.backends.cpu.recipes import Recipes, UndescribedError
+from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.backends.cuda.recordings import Recordings
+from drafthead.backends.fingerprint import UndescribedError, described, digest, surroundings
 from drafthead.heads.backend import NOTHING, no_variant
 from drafthead.heads.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.errors import UserError

@@ -18,8 +18,9 @@ from torch._dynamo.convert_frame import GlobalStateGuard
 from drafthead.backends.cpu.graph_record import ARGUMENTS, GraphRecord, twins
 from drafthead.backends.cpu.layers.callable_code import callable_in_code, for_calls
 from drafthead.backends.cpu.layouts import checker, layout_of
-from drafthead.backends.cpu.recipes import Recipes, UndescribedError
+from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.threads import threads
+from drafthead.backends.fingerprint import UndescribedError
 
 Outputs = Sequence[torch.Tensor]
 Form = dict[str, Any]  # of a value, in JSON
