@@ -1,9 +1,9 @@
-"""The kernels of this processor, compiled once for all models and kept in the user's cache.
+"""The kernels of this processor, compiled once for all models.
 
 A product has code of its own for each number of rows, which takes longer to compile than the rest
-of most graphs. `python -m drafthead.backends.cpu.kernels.library` compiles them, as installing the
-project does; else they are when they are first needed. Code that torch generates for a pass finds
-the products among the functions of the process.
+of most graphs. `python -m drafthead.backends.cpu.kernels.library`, a part of `make install`,
+compiles them into this folder; else they are compiled when they are first needed, into the user's
+cache. Code that torch generates for a pass finds the products among the functions of the process.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from ctypes import CDLL, RTLD_GLOBAL
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them
 from drafthead.backends.cpu.kernels.kernel_set import AVX512, kernel_set
 from drafthead.heads.storage.disk_cache import cache_or_scratch
 
+BUILT = Path(__file__).parent / "built"  # with the project, not in git
 SOURCE, INCLUDED = Path(__file__).parent / "source", Path(torch.__file__).parent
 FLAGS = (
     *("-O3", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
@@ -65,11 +65,16 @@ def text() -> str:
     return namespace() + text_of("operations.cpp")
 
 
-def path_of(source: str) -> Path:
-    """Where the library of this source is kept."""
+def name_of(source: str) -> str:
+    """The file of the library of this source."""
     parts = [torch.__version__, source, *command(Path("-"), Path("-"))]
-    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    return cache_or_scratch("library") / f"{name}.so"
+    return f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+
+
+def path_of(source: str) -> Path:
+    """Where the library of this source is, or is to be kept."""
+    built = BUILT / name_of(source)
+    return built if built.exists() else cache_or_scratch("library") / built.name
 
 
 def command(source: Path, library: Path) -> list[str]:
@@ -107,7 +112,7 @@ def loaded() -> bool:
 
 def compile_library(code: str, path: Path) -> None:
     """Compile the library; raises OSError where that fails."""
-    logger.info("compiling the kernels for this processor, once: half a minute")
+    logger.warning("compiling the kernels for this processor, once: half a minute")
     with TemporaryDirectory(dir=path.parent) as folder:
         source, made = Path(folder) / "operations.cpp", Path(folder) / path.name
         source.write_text(code)
@@ -119,5 +124,6 @@ def compile_library(code: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
-    sys.exit(0 if kernel_set() is None or loaded() else 1)
+    BUILT.mkdir(exist_ok=True)
+    if kernel_set() is not None and not (BUILT / name_of(text())).exists():
+        compile_library(text(), BUILT / name_of(text()))
