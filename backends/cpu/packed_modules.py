@@ -155,7 +155,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
     """A model with the same weights, of which our kernels run what they can."""
     shared = {id(weight): weight for _, weight in weights_of(model)}
-    twin = copy.deepcopy(model, shared)
+    twin = copy.deepcopy(model, shared).eval()
     config = twin.config.get_text_config(decoder=True)
     if model._supports_attention_backend and config._attn_implementation == "sdpa":
         config._attn_implementation = ATTENTION

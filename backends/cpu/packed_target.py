@@ -33,7 +33,7 @@ from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.column_cache import move_columns
 from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, find_module
 from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.hooks import hook_lock
+from drafthead.heads.target.hooks import in_this_thread
 from drafthead.heads.target.masks import LayerMasks
 from drafthead.heads.target.one_width import is_alike
 from drafthead.heads.target.target import Target, TargetOutput
@@ -88,6 +88,7 @@ class PackedTarget(Target):
         self.in_bytes = in_bytes or target.in_bytes
         self.pack()
 
+    @torch.no_grad()
     def pack(self) -> None:
         """Read the model's weights as they are now."""
         self.state = state_of(self.model)
@@ -216,8 +217,12 @@ def obstacle(target: Target) -> str | None:
 
 def has_hooks(model: PreTrainedModel) -> bool:
     """Whether something else reads or changes what the modules of a model compute."""
-    with hook_lock(model):  # those of our own passes are gone
-        return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    hooks = (
+        hook
+        for part in model.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    )
+    return not all(getattr(hook, "is_of_a_pass", False) for hook in hooks)
 
 
 @torch.no_grad()
@@ -230,8 +235,12 @@ def refuse_unlike(target: Target, made: PackedTarget) -> None:
     cache.commit_prompt(torch.tensor([8]), 8, room=8)
     visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()  # a root with two children
     tokens, positions = ids[:, :3], cache.positions(2)[:, [0, 1, 1]]
+
+    def keep(*call: Any) -> None:
+        calls.append(call)
+
     handles = [
-        layer.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True)
+        layer.register_forward_hook(in_this_thread(keep), with_kwargs=True)
         for layer in target.layers.children()
     ]
     try:
