@@ -18,6 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev,serve]'
+	-$(BIN)/python -m drafthead.backends.cpu.kernels.library  # else it is compiled when it is needed
 	touch $(READY)
 
 demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 8 minutes.

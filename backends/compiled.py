@@ -28,17 +28,18 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.backends.cpu.direct_call import OtherLayoutError, Recorder, direct_call
-from drafthead.backends.cpu.fingerprint import described, digest, surroundings
 from drafthead.backends.cpu.graph_record import GraphRecord, keep, log_useless, records
+from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.layers.layer_stack import (
     FEWEST,
     LayerStack,
     stack_for,
     tell_of_all_layers,
 )
-from drafthead.backends.cpu.recipes import Recipes, UndescribedError
+from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.backends.cuda.recordings import Recordings
+from drafthead.backends.fingerprint import UndescribedError, described, digest, surroundings
 from drafthead.heads.backend import NOTHING, no_variant
 from drafthead.heads.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.heads.errors import UserError
@@ -112,13 +113,9 @@ class Compiled:
         self.on_cpu = device.type == "cpu"
         self.has_kernels = kernels_serve(device, dtype)
         self.options: dict[str, Any] = CPU_OPTIONS
-        # Makes the kernels known that the code of a graph calls, before it is loaded.
-        self.load_kernels: Callable[[], object] = lambda: None
         if self.has_kernels:
-            from drafthead.backends.cpu.kernels import library
             from drafthead.backends.cpu.kernels.rewrites import Rewrites
 
-            self.load_kernels = library.begun()
             self.options = self.options | {
                 REWRITES: Rewrites(),
                 "epilogue_fusion": False,  # into our kernels, which store what they compute
@@ -229,7 +226,6 @@ class Compiled:
         for path, record in records(key):
             try:
                 if record.is_met(arguments):
-                    self.load_kernels()
                     graph = direct_call(record, record.load(reads), arguments)
                     return Made(graph, graph(*arguments), record)
             except Exception as error:  # whatever the code of a file raises that does not fit
@@ -257,7 +253,7 @@ class Compiled:
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        recorder = Recorder(self.options, Recipes(reads), self.load_kernels, self.in_code)
+        recorder = Recorder(self.options, Recipes(reads), self.in_code)
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         compiled = torch.compile(
@@ -323,10 +319,12 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_kernels() -> bool:
-    """Whether our own kernels can be compiled for this processor, by this version of torch."""
+    """Whether our own kernels run on this processor, and fit into this version of torch's code."""
+    if not library.loaded():
+        return False
     try:
-        # Importing them takes seconds, is needed only here, and makes them known to torch.
-        from drafthead.backends.cpu.kernels.kernel_set import kernel_set
+        # Importing it takes seconds, is needed only here, and tells torch how to call them.
+        from drafthead.backends.cpu.kernels import rewrites  # noqa: F401
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
@@ -334,7 +332,7 @@ def has_kernels() -> bool:
             stacklevel=2,
         )
         return False
-    return kernel_set() is not None
+    return True
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

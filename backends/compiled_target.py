@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.compiled import CPU_OPTIONS
-from drafthead.backends.cpu.substitutions import HEAD_MULTIPLE, can_be_packed
+from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
+from drafthead.backends.cpu.substitutions import has_our_products
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.heads.kv_cache.column_cache import move_columns
@@ -242,7 +242,7 @@ class CompiledTarget(Target):
             self.reads_rows_alone
             and self.hidden_size < SUMMED_ALONE
             and self.config._attn_implementation == "sdpa"
-            and all(states.shape[-1] % HEAD_MULTIPLE == 0 for states in self.one_token.states)
+            and all(states.shape[-1] % NORM_MULTIPLE == 0 for states in self.one_token.states)
             and all(map(has_our_products, self.model.modules()))
         )
 
@@ -315,15 +315,6 @@ class CompiledPass:
         if not isinstance(attention_mask, torch.Tensor):
             return ()
         return tuple(attention_mask.shape[-1] > kind.reach for kind in self.target.layer_kinds)
-
-
-def has_our_products(module: nn.Module) -> bool:
-    """Whether our kernels multiply by the matrices of a module itself; embeddings are looked up."""
-    if isinstance(module, nn.Embedding):
-        return True
-    is_linear = isinstance(module, nn.Linear)
-    matrices = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
-    return all(is_linear and can_be_packed(weight, weight) for weight in matrices)
 
 
 def with_another(

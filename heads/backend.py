@@ -133,6 +133,11 @@ def backend_for(device: torch.device, dtype: torch.dtype, fuses: bool = True) ->
     return made
 
 
+def packed_target(target: Any, in_bytes: bool = False) -> Any:
+    """The `Target` with our kernels in its passes, where there are any for it."""
+    return import_module("drafthead.backends.cpu.packed_target").packed_target(target, in_bytes)
+
+
 def compiled_target(target: Any, in_bytes: bool, fuses: bool) -> Any:
     """The `Target` with passes compiled or recorded, see `drafthead.backends.compiled_target`."""
     return import_module("drafthead.backends.compiled_target").CompiledTarget(

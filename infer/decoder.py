@@ -131,8 +131,9 @@ class Decoder:
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
         own layers or lookup propose on a path, by default 4. `compile` makes graphs of the passes
         when they first run, minutes the first time and seconds later; the output stays the same. By
-        default passes on a GPU are recorded, which takes as long as a few of them. `same_bits` is
-        for 16 bits without `compile`: every pass reads 16 tokens, so that drafted text is that of
+        default passes on a GPU are recorded, which takes as long as a few of them, and bfloat16
+        passes on a CPU run our kernels; with False they run as the model is written. `same_bits` is
+        for 16 bits where neither holds: every pass reads 16 tokens, so that drafted text is that of
         plain decoding with the same setting; each is dearer. Code that comes
         with a model runs only with `trust_remote_code`. Raises UserError for what cannot be loaded,
         does not fit the target or has another name here.
@@ -369,9 +370,10 @@ def decoder_for(
 ) -> Decoder:
     """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None.
 
-    Compiled, as it is, or for None recorded where that is possible; `same_bits` as for
-    `Decoder.from_pretrained`. Raises UserError for settings of a drafter without one, and for
-    `compile` and `same_bits` where the target cannot be compiled or cannot keep that promise.
+    Compiled, as it is, or for None recorded or with our kernels where that is possible;
+    `same_bits` as for `Decoder.from_pretrained`. Raises UserError for settings of a drafter without
+    one, and for `compile` and `same_bits` where the target cannot be compiled or cannot keep that
+    promise.
     """
     is_new = not target.backend.compiles
     target = prepared_target(target, compile, same_bits)
@@ -380,7 +382,8 @@ def decoder_for(
             if value is not None:
                 raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
-    if compile or (compile is None and is_new and target.backend.compiles):
+    backend = target.backend
+    if compile or (compile is None and is_new and (backend.compiles or backend.has_kernels)):
         drafter.compile(target)
     budget = None
     if tree_nodes is not None:

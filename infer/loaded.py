@@ -326,24 +326,27 @@ def head_drafter(head: DraftHead, target: Target) -> Drafter:
 
 
 def prepared_target(target: Target, compile: bool | None, same_bits: bool = False) -> Target:
-    """The target as it decodes: compiled, as it is, or for None recorded where that is possible.
+    """The target as it decodes: compiled, as it is, or for None recorded or with our kernels where
+    that is possible.
 
     With `same_bits` passes are of one width where they are not compiled. Raises UserError for
     `compile` where the target cannot be compiled, and for `same_bits` where it cannot hold.
     """
     is_new = not target.backend.compiles
-    if same_bits and not compile and not target.same_bits:
-        return OneWidthTarget(target)
     if compile:
         target.refuse_encoder("compile")
         target.check_compilable()
     if is_new and (compile or (compile is None and can_record(target))):
         target = target.compiled(fuses=bool(compile))
+    elif compile is None and is_new:
+        target = target.packed()
+    if same_bits and not compile and not target.same_bits:
+        target = OneWidthTarget(target)
     if same_bits and not target.same_bits:
         raise UserError(
             "same_bits with compile is for bfloat16 on a CPU with our kernels: leave compile out"
         )
-    if not target.backend.compiles:
+    if not (target.backend.compiles or target.backend.has_kernels):
         tell_of_slow_bfloat16(target.device, target.dtype)
     if target.dtype.itemsize == 2 and not target.same_bits:
         tell_of_near_ties(type(target.model).__name__, target.precision)

@@ -146,7 +146,7 @@ CompileSwitch = Annotated[
     bool | None,
     typer.Option(
         help="Compile the passes: minutes the first time, then faster. Without, a GPU records "
-        "them; with --no-compile they run as the model is written."
+        "them, and a CPU runs our kernels; with --no-compile they run as the model is written."
     ),
 ]
 # What `train --init` and `build --family` take, and `head export --format`.
@@ -235,7 +235,7 @@ class Drafting:
         bool,
         typer.Option(
             "--same-bits",
-            help="In 16 bits and not compiled: every pass reads 16 tokens, so that the text is "
+            help="In 16 bits without our kernels: every pass reads 16 tokens, so that the text is "
             "that of plain decoding with this option. Passes are dearer.",
         ),
     ] = False

@@ -18,8 +18,9 @@ from torch._dynamo.convert_frame import GlobalStateGuard
 from drafthead.backends.cpu.graph_record import ARGUMENTS, GraphRecord, twins
 from drafthead.backends.cpu.layers.callable_code import callable_in_code, for_calls
 from drafthead.backends.cpu.layouts import checker, layout_of
-from drafthead.backends.cpu.recipes import Recipes, UndescribedError
+from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.threads import threads
+from drafthead.backends.fingerprint import UndescribedError
 
 Outputs = Sequence[torch.Tensor]
 Form = dict[str, Any]  # of a value, in JSON
@@ -36,15 +37,12 @@ class Recorder:
         self,
         options: dict[str, Any],
         recipes: Recipes,
-        before_code: Callable[[], object],
         in_code: bool = False,
     ):
         """`options` are Inductor's; `recipes` learn where the graph's constants come from.
-        `before_code` makes known what the generated code calls. With `in_code` other compiled code
-        can call the graph.
+        With `in_code` other compiled code can call the graph.
         """
         self.options, self.recipes, self.in_code = options, recipes, in_code
-        self.before_code = before_code
         self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
         self.examples: list[Any] = []  # of the inputs, with symbols for sizes that may change
         self.run: Any  # the graph as torch calls it
@@ -85,7 +83,6 @@ class Recorder:
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.output_code import CompiledFxGraphConstantsWithGm
 
-        self.before_code()
         with callable_in_code() if self.in_code else nullcontext():
             self.code = compile_fx_inner(graph, examples, **options)
         self.constants = CompiledFxGraphConstantsWithGm(graph).unwrap(self.code)

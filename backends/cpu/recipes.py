@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from drafthead.backends.fingerprint import UndescribedError
 from drafthead.heads.target.weight_state import weights_of
 
 Recipe = Any  # JSON
@@ -30,10 +31,6 @@ def key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:  # one of oneDNN's, whose memory has no address
         return (id(tensor),)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-class UndescribedError(Exception):
-    """A value of which no other process can tell whether it has the same."""
 
 
 class Recipes:

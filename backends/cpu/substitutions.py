@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, MOST, NORM_MULTIPLE
+from drafthead.backends.cpu.kernels.packing import packed_once
 from drafthead.heads import sampling
 from drafthead.heads.kv_cache.column_cache import additive, move_columns
 from drafthead.heads.substitution import Substituting, Substitution
 from drafthead.heads.target.seven_bits import MULTIPLE
-
-HEAD_MULTIPLE = 32  # our attention takes heads of a multiple of so many values
 
 
 class CpuKernels(Substituting):
@@ -43,7 +43,10 @@ def packed_linear(
     in_bytes: bool = False,
 ) -> torch.Tensor:
     """input weight^T + bias [..., N], from packed weights."""
-    packed = torch.ops.drafthead.pack([weight], False, in_bytes)
+    if torch.compiler.is_compiling():
+        packed = torch.ops.drafthead.pack([weight], False, in_bytes)
+    else:
+        packed = packed_once(weight, in_bytes)
     return torch.ops.drafthead.linear(input, packed, weight.shape[0], bias)
 
 
@@ -66,6 +69,15 @@ def can_be_bytes(
     return can_be_packed(input, weight, bias) and weight.shape[1] % MULTIPLE == 0
 
 
+def has_our_products(module: nn.Module) -> bool:
+    """Whether our kernels multiply by the matrices of a module itself; embeddings are looked up."""
+    if isinstance(module, nn.Embedding):
+        return True
+    is_linear = isinstance(module, nn.Linear)
+    matrices = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
+    return all(is_linear and can_be_packed(weight, weight) for weight in matrices)
+
+
 def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of x [..., V] and their places, both [..., k], as `x.topk(k)` returns them."""
     places = torch.ops.drafthead.top(x, k)
@@ -74,9 +86,6 @@ def top_few(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch
 
 def are_few(x: torch.Tensor, k: int, dim: int = -1) -> bool:
     """Whether there is a kernel for the k largest of x [..., V]."""
-    # Where there are kernels, it has been imported already.
-    from drafthead.backends.cpu.kernels.after_pass import MOST
-
     return x.dtype == torch.float32 and dim == -1 and k <= MOST
 
 
@@ -103,7 +112,9 @@ def has_mask(
     **__: Any,
 ) -> bool:
     """Whether there is a mask, and the kernel takes queries of this size."""
-    return attn_mask is not None and query.shape[-1] % HEAD_MULTIPLE == 0
+    size = query.shape[-1]
+    fits = size % NORM_MULTIPLE == 0 and size <= LARGEST_HEAD
+    return attn_mask is not None and fits and query.dtype == torch.bfloat16
 
 
 def attention(

@@ -19,9 +19,11 @@ from torch._inductor.exc import InductorError
 from torch.func import functional_call
 
 from drafthead.backends.compiled import with_own_code
-from drafthead.backends.cpu.fingerprint import described, digest
-from drafthead.backends.cpu.layers.layer_stack import without_numbers
-from drafthead.backends.cpu.layers.recorded_calls import (
+from drafthead.backends.cuda import MOST_LARGEST
+from drafthead.backends.cuda.merged_products import MergedProducts
+from drafthead.backends.cuda.tree_kernels import KernelCache
+from drafthead.backends.fingerprint import UndescribedError, described, digest, without_numbers
+from drafthead.backends.recorded_calls import (
     Form,
     OneLayer,
     UnlikeError,
@@ -30,10 +32,6 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     replaced,
     tensors_of,
 )
-from drafthead.backends.cpu.recipes import UndescribedError
-from drafthead.backends.cuda import MOST_LARGEST
-from drafthead.backends.cuda.merged_products import MergedProducts
-from drafthead.backends.cuda.tree_kernels import KernelCache
 from drafthead.heads.substitution import Substituting, Substitution
 from drafthead.heads.target.tree_cache import StepCache
 

@@ -107,9 +107,12 @@ class HeadDrafter(Drafter, Generic[Head]):
     def prepare(self, target: Target | None) -> None:
         """Draft compiled from now on, for this compiled target where there is one."""
         self.target = target or self.target
-        fuses = self.target.backend.fuses
-        self.backend = backend_for(self.target.device, self.target.dtype, fuses)
-        self.target.backend.forget_also(self.backend)
+        its = self.target.backend
+        if its.has_kernels and not its.compiles:
+            self.backend = its  # runs functions at once
+        else:
+            self.backend = backend_for(self.target.device, self.target.dtype, its.fuses)
+            its.forget_also(self.backend)
         self.memory, self.kernels = self.backend.memory, self.target.kernels
 
     def compiled(

@@ -69,7 +69,7 @@ class OneWidthTarget(Target):
             raise UserError(f"same_bits is not available here: {reason}")
         super().__init__(target.model, target.tokenizer)
         self.in_bytes = target.in_bytes
-        if not self.is_alike():
+        if not is_alike(self):
             raise UserError(
                 f"same_bits is not available here: {type(self.model).__name__} rounds a token by "
                 "what is read beside it (experts or scales of all tokens): leave it out"
@@ -166,20 +166,21 @@ class OneWidthTarget(Target):
                     found[-1].append(run(*given, mask[row : row + 1, :, part, :end], seen))
         return found
 
-    @torch.no_grad()
-    def is_alike(self) -> bool:
-        """Whether some tokens have the same logits, bit by bit, when read at once and singly."""
-        ids, logits = torch.arange(TRIED, device=self.device)[None] + self.vocab_size // 3, []
-        for width in (TRIED, 1):
-            cache = TreeCache()
-            self.begin(cache, TRIED)
-            for start in range(0, TRIED, width):
-                places = torch.arange(start, start + width, device=self.device)
-                mask = self.later_mask(cache, places)
-                part = ids[:, start : start + width] % self.vocab_size
-                logits.append(self.run(part, places[None], mask, NO_FEATURES, cache).logits)
-                cache.commit(None, places[-1:] + 1, start + width)
-        return torch.equal(logits[0], torch.cat(logits[1:], dim=1))
+
+@torch.no_grad()
+def is_alike(target: Target) -> bool:
+    """Whether some tokens have the same logits, bit by bit, when read at once and singly."""
+    ids, logits = torch.arange(TRIED, device=target.device)[None] + target.vocab_size // 3, []
+    for width in (TRIED, 1):
+        cache = TreeCache()
+        target.begin(cache, TRIED)
+        for start in range(0, TRIED, width):
+            places = torch.arange(start, start + width, device=target.device)
+            mask = target.later_mask(cache, places)
+            part = ids[:, start : start + width] % target.vocab_size
+            logits.append(target.run(part, places[None], mask, NO_FEATURES, cache).logits)
+            cache.commit(None, places[-1:] + 1, start + width)
+    return torch.equal(logits[0], torch.cat(logits[1:], dim=1))
 
 
 def obstacle(target: Target) -> str | None:

@@ -55,6 +55,6 @@ def tell_of_slow_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cpu" and dtype == torch.bfloat16 and not bfloat16_instructions():
         logger.warning(
             "this processor has no instructions for bfloat16, so prompts are read many times more "
-            "slowly than in float32: compile (--compile), which has kernels for it, or use float32 "
+            "slowly than in float32: a C++ compiler brings kernels for it, or use float32 "
             "(--dtype float32)"
         )

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.backend import EAGER, Backend, TreeKernels, compiled_target
+from drafthead.heads.backend import EAGER, Backend, TreeKernels, compiled_target, packed_target
 from drafthead.heads.dims import Spec
 from drafthead.heads.errors import UserError
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
@@ -84,6 +84,7 @@ class Target:
         model = without_wrapper(model)
         self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
         self.model: Any = model  # a `PreTrainedModel`, with what its class has beside that
+        self.called: Any = model  # by passes: other modules may stand in for its own
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         self.context = Context.of(self.config)
@@ -240,6 +241,11 @@ class Target:
             made: Target = compiled_target(self, in_bytes, fuses)
         return made
 
+    def packed(self, in_bytes: bool = False) -> "Target":
+        """This target with passes that run our kernels at once, where there are any for it."""
+        made: Target = packed_target(self, in_bytes)
+        return made
+
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
         return TreeCache()
@@ -344,9 +350,9 @@ class Target:
 
     def _plain_output_head(self) -> nn.Linear | None:
         """The output head when it is a matrix of numbers: not quantised, without adapters."""
-        head = self.output_head
+        head = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
-        return head if plain else None  # type: ignore[return-value]  # mypy knows no `type is`
+        return head if plain else None
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's scaling and cap, applied to outputs [..., V] of its output head."""
@@ -407,7 +413,7 @@ class Target:
             options["logits_to_keep"] = logits_to_keep
         masks, alibi = self._layer_masks(attention_mask)
         with alibi:
-            output = self.model(
+            output = self.called(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 attention_mask=masks,

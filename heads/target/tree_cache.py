@@ -15,6 +15,9 @@ from drafthead.heads.kv_cache.column_cache import (
     move_columns,
 )
 
+# Keys and values [B, H, capacity, D], and columns [T].
+Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class StepCache(CacheColumns, Cache):
     """`CacheColumns` for a model of transformers."""
@@ -46,6 +49,11 @@ class StepCache(CacheColumns, Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write T new positions of a layer; returns the columns [B, H, S, D] in use of both."""
         return self.append(self.places[layer_idx], key_states, value_states)
+
+    def place(self, layer_idx: int, tokens: int) -> Place:
+        """The keys and values of a layer, and the columns that so many new ones go to."""
+        number = self.places[layer_idx]
+        return self.keys[number], self.values[number], self.columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use, the new ones not among them."""
@@ -84,6 +92,12 @@ class TreeCache(ColumnCache, Cache):
         values[:, :, start:end] = value_states
         seen = self.seen(end)
         return keys[:, :, :seen], values[:, :, :seen]
+
+    def place(self, layer_idx: int, tokens: int) -> Place:
+        """The keys and values of a layer, and the columns that so many new ones go to."""
+        start = self.longest + self.pending
+        columns = self._numbers()[start : start + tokens]
+        return self.keys[layer_idx], self.values[layer_idx], columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use."""

@@ -74,6 +74,9 @@ class LevelDrafter(Drafter):
 
     def compile(self, target: Target | None = None) -> None:
         """Compile the model's passes; on a CPU they read its weights as bytes."""
+        if target is not None and not target.backend.compiles:
+            self.model = self.model.packed(in_bytes=True)
+            return
         fuses = target is not None and target.backend.fuses
         self.model = self.model.compiled(in_bytes=True, fuses=fuses)
 

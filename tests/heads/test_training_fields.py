@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from drafthead.backends.cpu.fingerprint import described
+from drafthead.backends.fingerprint import described
 from drafthead.heads.base import HEADS, DraftHead, drafting_fields, is_for_training
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.losses import TOKEN_LOSSES

@@ -21,11 +21,9 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
+from drafthead.backends.cpu.kernels.operations import MOST
 from drafthead.backends.cpu.kernels.template import KernelTemplate, Node, call_by_rows
-from drafthead.heads import sampling
-from drafthead.heads.kv_cache.column_cache import move_columns
 
-MOST = 64  # of the largest: for more, sorting is faster
 DRAW = """
     draw({{start(logits)}}, {{start(tokens)}}, {{start(parents)}}, {{start(keys)}},
          {{start(settings)}}, {{start(output)}}, {{size(tokens, 0)}}, {{size(tokens, 1)}},
@@ -47,21 +45,6 @@ MOVES = """
 """
 
 
-draw = torch.library.custom_op("drafthead::draw", sampling.draw, mutates_args=())
-
-
-@draw.register_fake
-def _(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    keys: torch.Tensor,
-    settings: torch.Tensor,
-    filtered: bool,
-) -> torch.Tensor:
-    return logits.new_empty(logits.shape[:-1], dtype=torch.int64)
-
-
 @register_lowering(torch.ops.drafthead.draw.default, type_promotion_kind=None)
 def _lower_draw(
     logits: Node, tokens: Node, parents: Node, keys: Node, settings: Node, filtered: bool
@@ -77,30 +60,10 @@ def _lower_draw(
     return call_by_rows("draw", DRAW, inputs, size=(), dtype=torch.int64)
 
 
-@torch.library.custom_op("drafthead::top", mutates_args=())
-def top(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Places [..., k] of the k largest of x [..., V] float32, from the largest on, k <= `MOST`.
-
-    Of equals the first comes first: of 1 3 3 2 the places of the two largest are 1 and 2.
-    """
-    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].clone()
-
-
-@top.register_fake
-def _(x: torch.Tensor, count: int) -> torch.Tensor:
-    torch._check(count <= x.shape[-1])
-    return x.new_empty(*x.shape[:-1], count, dtype=torch.int64)
-
-
 @register_lowering(torch.ops.drafthead.top.default, type_promotion_kind=None)
 def _lower_top(x: Node, count: int) -> Node:
     """The operation in the code generator's graph."""
     return call_by_rows("top_k", TOP, {"x": x}, [count], torch.int64, {"most": MOST})
-
-
-move = torch.library.custom_op(
-    "drafthead::move_columns", move_columns, mutates_args=("keys", "values")
-)
 
 
 class MoveTemplate(KernelTemplate):

@@ -20,8 +20,8 @@ seen. So a node of a tree gets what it gets in plain decoding.
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
-from torch.nn import functional
 
+from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them known to torch)
 from drafthead.backends.cpu.kernels.template import KernelTemplate, Node
 
 CALL = """
@@ -37,29 +37,6 @@ CALL = """
         {{size(query, 0)}}, {{size(query, 1)}}, {{size(key, 1)}},
         {{size(query, 2)}}, {{size(key, 2)}}, {{scale}}, {{threads}});
 """
-
-
-@torch.library.custom_op("drafthead::attend", mutates_args=())
-def attend(
-    query: torch.Tensor,  # [B, H, T, D]
-    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
-    value: torch.Tensor,  # [B, G, S, D]
-    mask: torch.Tensor,  # [B or 1, H or 1, T, S] added to the scores
-    scale: float,
-) -> torch.Tensor:
-    """softmax(scale query key^T + mask) value [B, H, T, D], laid out as [B, T, H, D]."""
-    output = functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=True
-    )
-    return output.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@attend.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    batch, heads, tokens, size = query.shape
-    return query.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
 @register_lowering(torch.ops.drafthead.attend.default, type_promotion_kind=None)

@@ -1,53 +1,129 @@
-"""Kernels that are compiled once, for the graphs of all models.
+"""The kernels of this processor, compiled once for all models.
 
 A product has code of its own for each number of rows, which takes longer to compile than the rest
-of most graphs. A graph declares such a kernel and finds it among the functions of the process. The
-library is compiled while the first graph is traced, and then kept in torch's cache.
+of most graphs. `python -m drafthead.backends.cpu.kernels.library`, a part of `make install`,
+compiles them into this folder; else they are compiled when they are first needed, into the user's
+cache. Code that torch generates for a pass finds the products among the functions of the process.
 """
 
 import hashlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import os
+import re
+import subprocess
 from ctypes import CDLL, RTLD_GLOBAL
 from functools import cache
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from torch._inductor.codecache import CppCodeCache
+import torch
 
-from drafthead.backends.cpu.kernels.template import text_of
+from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them known to torch)
+from drafthead.backends.cpu.kernels.kernel_set import AVX512, kernel_set
+from drafthead.heads.storage.disk_cache import cache_or_scratch
 
-HEADERS = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-#include <c10/util/Unroll.h>
-"""
+BUILT = Path(__file__).parent / "built"  # with the project, not in git
+SOURCE, INCLUDED = Path(__file__).parent / "source", Path(torch.__file__).parent
+FLAGS = (
+    *("-O3", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
+    # Each number is rounded as the source says: torch's code generator compiles so as well.
+    *("-fno-math-errno", "-ffp-contract=off", "-fno-tree-loop-vectorize"),
+    *("-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mlzcnt", "-mbmi", "-mbmi2"),
+)
+AVX512_FLAGS = tuple(f"-mavx512{part}" for part in ("f", "dq", "vl", "bw", "vnni", "bf16"))
 
-
-class Library(CppCodeCache):
-    """torch's cache of compiled code, with functions that other compiled code can call."""
-
-    cache: dict[str, Callable[[], Any]] = {}  # noqa: RUF012  (as in torch)
-
-    @staticmethod
-    def _load_library_inner(path: str, key: str) -> CDLL:
-        return CDLL(path, RTLD_GLOBAL)
-
-
-@cache
-def declarations() -> str:
-    """C++ that declares the functions of the library, in a namespace of this version."""
-    version = hashlib.sha256(text_of("library.h").encode()).hexdigest()[:16]
-    return f"#define DRAFTHEAD_LIBRARY drafthead_{version}\n{text_of('declared.h')}"
+logger = logging.getLogger(__name__)
 
 
-@cache
-def begun() -> Callable[[], CDLL]:
-    """Begin to compile the library, where it is not in the cache yet.
+def text_of(name: str) -> str:
+    """The text of a file of `source/`, with that of the files that it includes.
 
-    The result waits for it, and makes its functions known to code that is loaded from then on; it
-    raises InductorError where they cannot be compiled.
+    Those that are not there are in a folder for the processor's instructions.
     """
-    code = HEADERS + declarations() + text_of("library.h")
-    compiling = ThreadPoolExecutor(1)
-    load: Callable[[], CDLL] = Library.load_async(code, submit_fn=compiling.submit)
-    compiling.shutdown(wait=False)
-    return load
+    # Not the path of a header: torch's cache of compiled code would not notice that it changes.
+    path = SOURCE / name
+    if not path.exists():
+        path = SOURCE / str(kernel_set()) / name
+    text = path.read_text()
+    return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
+
+
+@cache
+def namespace() -> str:
+    """C++ that names the namespace of this version's functions."""
+    version = hashlib.sha256(text_of("library.h").encode()).hexdigest()[:16]
+    return f"#define DRAFTHEAD_LIBRARY drafthead_{version}\n"
+
+
+def declarations() -> str:
+    """C++ that declares the functions of the library."""
+    return namespace() + text_of("declared.h")
+
+
+def text() -> str:
+    """The C++ of the library."""
+    return namespace() + text_of("operations.cpp")
+
+
+def name_of(source: str) -> str:
+    """The file of the library of this source."""
+    parts = [torch.__version__, source, *command(Path("-"), Path("-"))]
+    return f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+
+
+def path_of(source: str) -> Path:
+    """Where the library of this source is, or is to be kept."""
+    built = BUILT / name_of(source)
+    return built if built.exists() else cache_or_scratch("library") / built.name
+
+
+def command(source: Path, library: Path) -> list[str]:
+    """What compiles the library."""
+    widest = "AVX512" if kernel_set() == AVX512 else "AVX2"
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    include = INCLUDED / "include"
+    return [
+        *(os.environ.get("CXX", "g++"), *FLAGS, *(AVX512_FLAGS if widest == "AVX512" else ())),
+        *(f"-DCPU_CAPABILITY_{widest}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
+        *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
+        *(str(source), "-o", str(library)),
+        *(f"-L{INCLUDED / 'lib'}", "-ltorch_cpu", "-lc10"),
+    ]
+
+
+@cache
+def loaded() -> bool:
+    """Whether the kernels run in this process: compiled if need be, and made known to torch.
+
+    Where they cannot be, one line says why.
+    """
+    if kernel_set() is None:
+        return False
+    path = path_of(text())
+    try:
+        if not path.exists():
+            compile_library(text(), path)
+        CDLL(str(path), RTLD_GLOBAL)  # generated code finds the functions, and torch the operations
+    except OSError as error:
+        logger.warning("torch's own kernels run, which round otherwise beside others: %s", error)
+        return False
+    return True
+
+
+def compile_library(code: str, path: Path) -> None:
+    """Compile the library; raises OSError where that fails."""
+    logger.warning("compiling the kernels for this processor, once: half a minute")
+    with TemporaryDirectory(dir=path.parent) as folder:
+        source, made = Path(folder) / "operations.cpp", Path(folder) / path.name
+        source.write_text(code)
+        done = subprocess.run(command(source, made), capture_output=True, text=True, check=False)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            raise OSError(f"{os.environ.get('CXX', 'g++')}: {(errors or ['it failed'])[0]}")
+        made.replace(path)  # whole, should another process read it
+
+
+if __name__ == "__main__":
+    BUILT.mkdir(exist_ok=True)
+    if kernel_set() is not None and not (BUILT / name_of(text())).exists():
+        compile_library(text(), BUILT / name_of(text()))

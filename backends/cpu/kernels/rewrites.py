@@ -22,6 +22,7 @@ from drafthead.backends.cpu.kernels import (  # noqa: F401
     attention,
     layer_call,
     linear,
+    packing,
 )
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 
@@ -164,7 +165,7 @@ def are_halves(match: Match) -> bool:
         and len(whole.args[1].users) == 1
         and sizes[0] == sizes[1]
         and sum(sizes) == whole.args[2]
-        and sizes[0] % linear.COLUMNS == 0
+        and sizes[0] % packing.COLUMNS == 0
     )
 
 

@@ -1,9 +1,7 @@
 """Calls of our C++ functions in the code that torch generates for a pass."""
 
-import re
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +11,8 @@ from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import parallel_num_threads
 
-from drafthead.backends.cpu.kernels.kernel_set import kernel_set
+from drafthead.backends.cpu.kernels.library import text_of
 
-SOURCE = Path(__file__).parent / "source"
 KERNEL = """
 {{template.header().getvalue()}}
 {{functions}}
@@ -79,19 +76,6 @@ class KernelTemplate(CppTemplate):
     def outputs(self, output: Node) -> dict[str, Node]:
         """The tensors that the kernel is given to write to."""
         return {"output": output}
-
-
-def text_of(name: str) -> str:
-    """The text of a file of `source/`, with that of the files that it includes.
-
-    Those that are not there are in a folder for the processor's instructions.
-    """
-    # Not the path of a header: torch's cache of compiled code would not notice that it changes.
-    path = SOURCE / name
-    if not path.exists():
-        path = SOURCE / str(kernel_set()) / name
-    text = path.read_text()
-    return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 
 
 def call_by_rows(

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-from drafthead.backends.cpu.fingerprint import digest
 from drafthead.backends.cpu.graph_record import GraphRecord
 from drafthead.backends.cpu.layers.callable_code import WHOLE, Input
-from drafthead.backends.cpu.layers.recorded_calls import LayerTensors, UnlikeError
+from drafthead.backends.fingerprint import digest
+from drafthead.backends.recorded_calls import LayerTensors, UnlikeError
 
 
 class LayerTable(nn.Module):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.fingerprint import described, digest
 from drafthead.backends.cpu.graph_record import GraphRecord, has_gap
 from drafthead.backends.cpu.layers.layer_code import LayerCode, LayerTable
-from drafthead.backends.cpu.layers.recorded_calls import (
+from drafthead.backends.fingerprint import UndescribedError, described, digest, without_numbers
+from drafthead.backends.recorded_calls import (
     LayerCall,
     LayerFunction,
     LayerTensors,
@@ -27,12 +27,9 @@ from drafthead.backends.cpu.layers.recorded_calls import (
     replaced,
     tensors_of,
 )
-from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.heads.errors import UserError
 
 FEWEST = 8  # layers; fewer are compiled as quickly with the pass
-# Attributes that differ between layers and only say where their keys are cached.
-NUMBERS = "layer_idx", "layer_id", "layer_number", "layer_index"
 # A layer's code may miss what the layer adds to its input by this share: bfloat16, or bytes.
 TOLERATED = 0.05
 # The dimensions of what layers are given, by their number: positions, rotations, masks.
@@ -117,18 +114,6 @@ def kind_of(layer: nn.Module, call: LayerCall) -> str:
     """Equal for layers that differ in their weights alone, in one pass."""
     shapes = [list(tensor.shape) for tensor in call.tensors.flat]
     return digest([without_numbers(described(layer)), call.form, shapes])
-
-
-def without_numbers(description: Any) -> Any:
-    """A description of a layer without the attributes that number it."""
-    if not isinstance(description, list):
-        return description
-    return [without_numbers(part) for part in description if not is_number(part)]
-
-
-def is_number(part: Any) -> bool:
-    """Whether a part of a description is the number of a layer: [name, number]."""
-    return isinstance(part, list) and len(part) == 2 and part[0] in NUMBERS
 
 
 def compiled_layer(layer: nn.Module, call: LayerCall, compile: Compile) -> LayerCode:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from drafthead.backends import fingerprint
 from drafthead.backends.compiled import Compiled, Made, tell_of_each_process, with_own_code
-from drafthead.backends.cpu import fingerprint
-from drafthead.backends.cpu.fingerprint import OURS
 from drafthead.backends.cpu.graph_record import GraphRecord
 from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.backends.cpu.substitutions import CpuKernels
+from drafthead.backends.fingerprint import OURS
 from drafthead.infer import Decoder
 from drafthead.infer.engine.step import StepFunction
 

@@ -23,7 +23,7 @@ from drafthead.backends.cpu.layers.layer_stack import (
     check_output,
     without_numbers,
 )
-from drafthead.backends.cpu.layers.recorded_calls import (
+from drafthead.backends.recorded_calls import (
     LayerCall,
     LayerTensors,
     UnlikeError,

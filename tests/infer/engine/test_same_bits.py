@@ -44,7 +44,16 @@ def one_width(make_target) -> OneWidthTarget:
     return OneWidthTarget(Target(copy.deepcopy(make_target(hidden=128).model).to(torch.bfloat16)))
 
 
-@pytest.fixture(params=["compiled", "one_width"])
+@pytest.fixture(scope="module")
+def packed(make_target) -> Target:
+    """With our kernels at once."""
+    target = Target(copy.deepcopy(make_target(hidden=128).model).to(torch.bfloat16)).packed()
+    if not target.same_bits:
+        pytest.skip("there are no kernels for this processor")
+    return target
+
+
+@pytest.fixture(params=["packed", "compiled", "one_width"])
 def target(request) -> Target:
     """A target whose passes have the same bits."""
     return request.getfixturevalue(request.param)

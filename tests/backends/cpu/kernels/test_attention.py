@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from drafthead.backends.compiled import Compiled, has_kernels
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.backends.cpu.kernels import attention
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
 from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone
@@ -35,7 +34,7 @@ def compiled_attention(request) -> Iterator[Compiled]:
 
     def attend(query, keys, values, mask) -> torch.Tensor:
         end = mask.shape[-1]
-        output = attention.attend(query, keys[:, :, :end], values[:, :, :end], mask, 0.1)
+        output = torch.ops.drafthead.attend(query, keys[:, :, :end], values[:, :, :end], mask, 0.1)
         return output.transpose(1, 2).flatten(2)
 
     made = Compiled(

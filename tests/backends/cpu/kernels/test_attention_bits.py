@@ -4,16 +4,18 @@ import random
 from collections.abc import Iterator
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._inductor.codecache import CppCodeCache
 
 from drafthead.backends.compiled import has_kernels
+from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.kernels.kernel_set import AVX2, kernel_set
-from drafthead.backends.cpu.kernels.library import HEADERS
-from drafthead.backends.cpu.kernels.template import text_of
+from drafthead.backends.cpu.kernels.library import text_of
 
+HEADERS = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <c10/util/Unroll.h>\n"
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 HIDDEN = torch.finfo(torch.bfloat16).min
 SIZE = 64  # of a head
@@ -36,11 +38,12 @@ extern "C" float sum_of_weights(float* scores, const at::BFloat16* mask, int64_t
 @pytest.fixture(scope="module", params=["its own", AVX2])
 def kernels(request) -> Iterator[CDLL]:
     """The set for this processor, and that for AVX2, which most processors have."""
-    kernel_set.cache_clear()
-    bits = 256 if request.param == AVX2 else None
-    with torch._inductor.config.patch({"cpp.simdlen": bits}):
+    chosen, bits = (AVX2, 256) if request.param == AVX2 else (kernel_set(), None)
+    with (
+        torch._inductor.config.patch({"cpp.simdlen": bits}),
+        patch.object(library, "kernel_set", lambda: chosen),
+    ):
         found = CppCodeCache.load(HEADERS + text_of("attention.h") + CALLS)
-    kernel_set.cache_clear()
     found.sum_of_weights.restype = c_float
     yield found
 

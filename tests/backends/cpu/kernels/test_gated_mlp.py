@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from drafthead.backends.compiled import Compiled, has_kernels
-from drafthead.backends.cpu.kernels import linear
+from drafthead.backends.cpu.kernels import packing
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 INNER = 96
@@ -91,7 +91,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(pass_of_mlp) -> None:
 
 def test_paired_blocks_lie_next_to_each_other() -> None:
     gate, up = torch.randn(2, 64, 8).bfloat16()
-    apart, paired = linear.pack([gate, up]), linear.pack([gate, up], paired=True)
+    apart, paired = packing.pack([gate, up]), packing.pack([gate, up], paired=True)
     assert torch.equal(paired, apart[[0, 2, 1, 3]])
     x = torch.randn(2, 8).bfloat16()
     torch.testing.assert_close(
@@ -107,8 +107,8 @@ def test_weights_in_bytes_are_multiplied_in_the_same_way(rows, sizes_rendered) -
     rounded = made(64, together=False)
     for product in (*rounded.products, rounded.down):
         weight = product.weight
-        packed = linear.pack([weight], False, True)
-        product.weight.data = linear.unpacked(packed, weight.shape[1]).flatten(0, 1)
+        packed = packing.pack([weight], False, True)
+        product.weight.data = packing.unpacked(packed, weight.shape[1]).flatten(0, 1)
     x = torch.randn(rows, INNER).bfloat16()
     with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
         found = compiled(mlp, in_bytes=True)(x)
@@ -118,7 +118,7 @@ def test_weights_in_bytes_are_multiplied_in_the_same_way(rows, sizes_rendered) -
 
 def test_paired_bytes_are_read_as_they_are_packed() -> None:
     gate, up = torch.randn(2, 64, 8).bfloat16()
-    apart, paired = (linear.pack([gate, up], kind, True) for kind in (False, True))
+    apart, paired = (packing.pack([gate, up], kind, True) for kind in (False, True))
     assert torch.equal(paired.view(torch.int16), apart[[0, 2, 1, 3]].view(torch.int16))
     x = torch.randn(2, 8).bfloat16()
     whole = torch.ops.drafthead.linear(x, apart, 128, None)

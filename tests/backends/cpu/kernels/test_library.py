@@ -9,20 +9,19 @@ import torch
 from torch import nn
 
 from drafthead.backends.compiled import Compiled, has_kernels
+from drafthead.backends.cpu.kernels import library
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 
 
 def library_of_a_product() -> Path:
     """Where the library lies that a graph with a product of its own size calls, in this process."""
-    from drafthead.backends.cpu.kernels import library
-
     layer = nn.Linear(64, 72).bfloat16().requires_grad_(False)
     product = Compiled(lambda x: layer(x), torch.device("cpu"), torch.bfloat16, {"x": "B ."})
     with torch.inference_mode():
         x = torch.randn(3, 64).bfloat16()
         torch.testing.assert_close(product(x), layer(x), atol=0.02, rtol=0.02)
-    return Path(library.begun()()._name)
+    return library.path_of(library.text())
 
 
 def test_graphs_of_other_processes_find_the_library_that_one_has_compiled() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drafthead.backends.compiled import Compiled, has_kernels
-from drafthead.backends.cpu.kernels import linear
+from drafthead.backends.cpu.kernels import packing
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ def test_products_of_one_input_are_one_product(layers, sizes_rendered) -> None:
 def packed(monkeypatch) -> list[torch.Tensor]:
     """The weights that are packed in a test."""
     found: list[torch.Tensor] = []
-    in_blocks = linear.in_blocks
-    monkeypatch.setattr(linear, "in_blocks", lambda w: found.append(w) or in_blocks(w))
+    in_blocks = packing.in_blocks
+    monkeypatch.setattr(packing, "in_blocks", lambda w: found.append(w) or in_blocks(w))
     return found
 
 
@@ -180,9 +180,9 @@ def test_bytes_hold_every_column_to_seven_bits() -> None:
     torch.manual_seed(0)
     weight = (torch.randn(40, 64) * 10.0 ** torch.arange(-20, 20)[:, None]).bfloat16()
     weight[3] = 0
-    packed = linear.pack([weight], False, True)
+    packed = packing.pack([weight], False, True)
     assert packed.shape == (2, 64 // 4 + 1, 32, 2)
-    found = linear.unpacked(packed, 64).flatten(0, 1)[:40].float()
+    found = packing.unpacked(packed, 64).flatten(0, 1)[:40].float()
     step = weight.float().abs().amax(1, keepdim=True) / 63
     error = (found - weight.float()).abs()
     assert error.le(0.501 * step + 2**-8 * found.abs()).all(), "half a step, in bfloat16"
@@ -191,6 +191,6 @@ def test_bytes_hold_every_column_to_seven_bits() -> None:
 
 def test_bytes_and_bfloat16_are_packed_apart() -> None:
     weight = torch.randn(32, 64).bfloat16()
-    first, second = linear.pack([weight]), linear.pack([weight], False, True)
+    first, second = packing.pack([weight]), packing.pack([weight], False, True)
     assert first.shape[1] == 32 and second.shape[1] == 17
-    assert torch.equal(linear.unpacked(first, 64)[0], weight)
+    assert torch.equal(packing.unpacked(first, 64)[0], weight)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from drafthead.backends.compiled import has_kernels
-from drafthead.backends.cpu.kernels import attention, rewrites
+from drafthead.backends.cpu.kernels import rewrites
 from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import decoder_for
 
@@ -31,7 +31,7 @@ def key_heads(graph: torch.fx.Graph) -> list[list[int]]:
 )
 def test_copies_for_each_head_are_not_made(repeated, found) -> None:
     def layer(query, keys, values, mask) -> torch.Tensor:
-        return attention.attend(query, repeated(keys, 3), repeated(values, 3), mask, 0.1)
+        return torch.ops.drafthead.attend(query, repeated(keys, 3), repeated(values, 3), mask, 0.1)
 
     torch.manual_seed(0)
     query = torch.randn(1, 6, 3, 32).bfloat16()

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.recipes import UndescribedError
 from drafthead.heads.base import drafting_fields
 from drafthead.heads.target import weight_state
 from drafthead.heads.target.weight_state import COMMON, PLAIN, weights_of
@@ -31,7 +30,13 @@ from drafthead.heads.target.weight_state import COMMON, PLAIN, weights_of
 OURS = Path(inspect.getfile(weight_state)).parents[2]  # the folder of the package
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 NAMED = torch.dtype, torch.device, torch.layout, torch.memory_format, Enum
+# Attributes that differ between layers and only say where their keys are cached.
+NUMBERS = "layer_idx", "layer_id", "layer_number", "layer_index"
 CODE = type, FunctionType, BuiltinFunctionType
+
+
+class UndescribedError(Exception):
+    """A value of which no other process can tell whether it has the same."""
 
 
 def as_config(thing: Any) -> Any:
@@ -62,6 +67,18 @@ def described(thing: Any, unknown: Callable[[object], Any] = as_config) -> Any:
     if isinstance(thing, CODE):
         return code(thing, unknown)
     return parts(thing, unknown)
+
+
+def without_numbers(description: Any) -> Any:
+    """A description of a layer without the attributes that number it."""
+    if not isinstance(description, list):
+        return description
+    return [without_numbers(part) for part in description if not is_number(part)]
+
+
+def is_number(part: Any) -> bool:
+    """Whether a part of a description is the number of a layer: [name, number]."""
+    return isinstance(part, list) and len(part) == 2 and part[0] in NUMBERS
 
 
 def parts(thing: Any, unknown: Callable[[object], Any]) -> Any:

@@ -1,0 +1,231 @@
+"""Our kernels as operations of torch: `torch.ops.drafthead.linear(x, packed, size, bias)`.
+
+Each has a schema, an implementation in torch's own operations, which says what it computes and runs
+where there are no kernels, and the shape of its result. The C++ of `library` takes the place of the
+implementations on processors that it is written for; code that torch generates for a pass calls the
+same functions, see `template`. So a result has the same bits whoever asks for it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from drafthead.backends.cpu.kernels import packing
+from drafthead.heads import sampling
+from drafthead.heads.kv_cache.column_cache import move_columns
+
+MOST = 64  # of the largest: for more, sorting is faster
+NORM_MULTIPLE = 32  # norms and heads are of a multiple of so many values
+LARGEST_HEAD = 256
+
+Function = Callable[..., Any]
+
+
+def operation(signature: str, shape: Function | None = None) -> Callable[[Function], Function]:
+    """Make a function known to torch as `drafthead::` and the signature.
+
+    `shape` makes an empty result of the same arguments, by default none.
+    """
+    name = f"drafthead::{signature.partition('(')[0]}"
+
+    def register(function: Function) -> Function:
+        torch.library.define(
+            name, signature[signature.index("(") :], tags=(torch.Tag.pt2_compliant_tag,)
+        )
+        torch.library.impl(name, "CompositeExplicitAutograd")(function)
+        torch.library.register_fake(name)(shape or (lambda *_: None))
+        return function
+
+    return register
+
+
+def as_rows(x: torch.Tensor, packed: torch.Tensor, size: int, *_: object) -> torch.Tensor:
+    """An empty product [..., N] of x [..., K]."""
+    return x.new_empty(*x.shape[:-1], size)
+
+
+def empty_pack(
+    weights: Sequence[torch.Tensor], paired: bool = False, in_bytes: bool = False
+) -> torch.Tensor:
+    """An empty result of `pack`."""
+    columns, inner = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    lines = inner // 4 + 1 if in_bytes else inner // 2
+    return weights[0].new_empty(-(-columns // packing.COLUMNS), lines, packing.COLUMNS, 2)
+
+
+operation("pack(Tensor[] weights, bool paired=False, bool in_bytes=False) -> Tensor", empty_pack)(
+    packing.pack
+)
+
+
+@operation("linear(Tensor x, Tensor packed, SymInt size, Tensor? bias) -> Tensor", as_rows)
+def linear(
+    x: torch.Tensor,  # [..., K]
+    packed: torch.Tensor,  # [N / 32, .., 32, 2], from `pack`
+    size: int,  # N
+    bias: torch.Tensor | None,  # [N]
+) -> torch.Tensor:
+    """x weight^T + bias [..., N]."""
+    weight = packing.unpacked(packed, x.shape[-1]).flatten(0, 1)[:size]
+    return functional.linear(x, weight, bias)
+
+
+@operation("gated(Tensor x, Tensor packed, SymInt size) -> Tensor", as_rows)
+def gated(
+    x: torch.Tensor,  # [..., K]
+    packed: torch.Tensor,  # [2N / 32, .., 32, 2], paired, from `pack`
+    size: int,  # N, a multiple of 32
+) -> torch.Tensor:
+    """silu(x gate^T) * (x up^T) [..., N]."""
+    rows = packing.unpacked(packed, x.shape[-1])
+    gate, up = (functional.linear(x, rows[half::2].flatten(0, 1)) for half in range(2))
+    return functional.silu(gate) * up
+
+
+def empty_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """An empty result of `attend`."""
+    batch, heads, tokens, size = query.shape
+    return query.new_empty(batch, tokens, heads, size).transpose(1, 2)
+
+
+@operation(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
+    empty_attention,
+)
+def attend(
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
+    value: torch.Tensor,  # [B, G, S, D]
+    mask: torch.Tensor,  # [B or 1, H or 1, T, S] added to the scores
+    scale: float,
+) -> torch.Tensor:
+    """softmax(scale query key^T + mask) value [B, H, T, D], laid out as [B, T, H, D]."""
+    output = functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@operation(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool plus_one) -> Tensor",
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+def rms_norm(
+    x: torch.Tensor,  # [..., D]
+    weight: torch.Tensor,  # [D]
+    eps: float,
+    plus_one: bool,
+) -> torch.Tensor:
+    """weight x / sqrt(mean(x^2) + eps) [..., D]; weights less one are stored if `plus_one`."""
+    numbers = x.float()
+    normed = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + eps)
+    if plus_one:
+        return (normed * (1 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def empty_rotations(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An empty result of `rotations`."""
+    shape = *positions.shape, 2 * frequencies.shape[0]
+    made = [frequencies.new_empty(shape, dtype=torch.bfloat16) for _ in range(2)]
+    return made[0], made[1]
+
+
+@operation(
+    "rotations(Tensor positions, Tensor frequencies, float scale) -> (Tensor, Tensor)",
+    empty_rotations,
+)
+def rotations(
+    positions: torch.Tensor,  # [B, T]
+    frequencies: torch.Tensor,  # [D / 2] float32
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [B, T, D] of rotary positions, bfloat16."""
+    angles = positions[..., None].float() * frequencies
+    both = torch.cat([angles, angles], dim=-1)
+    return (both.cos() * scale).bfloat16(), (both.sin() * scale).bfloat16()
+
+
+@operation(
+    "decoder_layer(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor keys, Tensor values, "
+    "Tensor columns, Tensor[] weights, float eps, float scale) -> Tensor",
+    lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
+)
+def decoder_layer(
+    hidden: torch.Tensor,  # [B, T, D]
+    cos: torch.Tensor,  # [B or 1, T, head]
+    sin: torch.Tensor,  # as cos
+    mask: torch.Tensor,  # [B or 1, 1, T, S] added to the scores
+    keys: torch.Tensor,  # [B, G, capacity, head]
+    values: torch.Tensor,  # as keys
+    columns: torch.Tensor,  # [T] that the tokens' keys and values are written to
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    scale: float,
+) -> torch.Tensor:
+    """The output [B, T, D] of a decoder layer as Llama's, whose keys and values it writes.
+
+    `weights` are: input norm, packed q|k|v and its bias, norms of queries and keys, packed output
+    product and its bias, norm before the MLP, packed gate and up (paired), packed down. What a
+    layer does not have is a tensor without numbers.
+    """
+    norm, qkv, qkv_bias, q_norm, k_norm, out, out_bias, mlp_norm, gate_up, down = weights
+    batch, tokens, width = hidden.shape
+    groups, size = keys.shape[1], keys.shape[3]
+    across = qkv.shape[0] * packing.COLUMNS
+    states = linear(rms_norm(hidden, norm, eps, False), qkv, across, or_none(qkv_bias))
+    heads = states.view(batch, tokens, -1, size).transpose(1, 2)
+    query, key, value = heads.split([heads.shape[1] - 2 * groups, groups, groups], dim=1)
+    if q_norm.numel():
+        query, key = rms_norm(query, q_norm, eps, False), rms_norm(key, k_norm, eps, False)
+    keys.index_copy_(2, columns, rotated(key, cos, sin))
+    values.index_copy_(2, columns, value)
+    seen = mask.shape[-1]
+    given = keys[:, :, :seen], values[:, :, :seen]
+    mixed = attend(rotated(query, cos, sin), *given, mask, scale).transpose(1, 2).flatten(2)
+    hidden = hidden + linear(mixed, out, width, or_none(out_bias))
+    between = gated(rms_norm(hidden, mlp_norm, eps, False), gate_up, gate_up.shape[0] * 16)
+    return hidden + linear(between, down, width, None)
+
+
+def or_none(x: torch.Tensor) -> torch.Tensor | None:
+    """None for a tensor [...] without numbers."""
+    return x if x.numel() else None
+
+
+def rotated(
+    x: torch.Tensor,  # [B, H, T, D]
+    cos: torch.Tensor,  # [B or 1, T, D]
+    sin: torch.Tensor,  # as cos
+) -> torch.Tensor:
+    """x [B, H, T, D] turned to its positions."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+@operation(
+    "top(Tensor x, SymInt count) -> Tensor",
+    lambda x, count: x.new_empty(*x.shape[:-1], count, dtype=torch.int64),
+)
+def top(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Places [..., k] of the k largest of x [..., V] float32, from the largest on, k <= `MOST`.
+
+    Of equals the first comes first: of 1 3 3 2 the places of the two largest are 1 and 2.
+    """
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].clone()
+
+
+operation(
+    "draw(Tensor logits, Tensor tokens, Tensor parents, Tensor keys, Tensor settings, "
+    "bool filtered) -> Tensor",
+    lambda logits, *_: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+)(sampling.draw)
+operation(
+    "move_columns(Tensor(a!)[] keys, Tensor(b!)[] values, Tensor source, Tensor destination) -> ()"
+)(move_columns)

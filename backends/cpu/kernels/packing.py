@@ -1,0 +1,96 @@
+"""Weights in the order in which our kernels read them.
+
+Decoding multiplies each weight matrix with one row, or with one row a tree node, so a pass is as
+fast as weights come from memory: they are packed once, in large pages. Weights of drafts, and of
+targets of the type int7, are packed in bytes: seven bits each, and a scale for each column. Half as
+much is read; what a draft guesses changes no answer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from drafthead.backends.cpu.kernels.huge_pages import HugePages
+from drafthead.heads.target.seven_bits import LEVELS, rounded
+from drafthead.heads.target.weight_state import weight_state
+
+COLUMNS = 32  # of the product, in a block of packed weights
+
+# Packed weights by the first of them: the graphs of a model share one copy.
+packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+memory = HugePages()
+recent: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the same, by version
+
+
+def pack(
+    weights: Sequence[torch.Tensor], paired: bool = False, in_bytes: bool = False
+) -> torch.Tensor:
+    """Weights [N, K], stacked, in the order in which the kernel reads them.
+
+    [N / 32, K / 2, 32, 2]: blocks of 32 columns of the product, with the values that are
+    multiplied together next to each other. The last block is padded with zeros. If `paired`, each
+    block of the first half is followed by that of the second half: a b c d becomes a c b d.
+    `in_bytes`: [N / 32, K / 4 + 1, 32, 2], bytes as `in_byte_blocks` makes them, for K a multiple
+    of 8.
+    """
+    known = packed_weights.setdefault(weights[0], {})
+    key = (paired, in_bytes, *(weight.data_ptr() for weight in weights))
+    # Weights may have been changed or replaced since a graph of theirs was made. The sum notices
+    # what was written by way of `weight.data`, which no version counts.
+    values = [(weight_state(weight), checksum(weight)) for weight in weights]
+    if key not in known or known[key][0] != values:
+        blocks = (in_byte_blocks if in_bytes else in_blocks)(torch.cat(list(weights)))
+        if paired:
+            blocks = blocks.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        known[key] = values, memory.copy(blocks)
+    return known[key][1]
+
+
+def packed_once(weight: torch.Tensor, in_bytes: bool) -> torch.Tensor:
+    """`pack` of one weight [N, K] that eager passes ask for again and again."""
+    known = recent.setdefault(weight, {})
+    state = weight_state(weight)
+    if known.get(in_bytes, (None,))[0] != state:
+        known[in_bytes] = state, pack([weight], False, in_bytes)
+    return known[in_bytes][1]
+
+
+def checksum(weight: torch.Tensor) -> int:
+    """The sum of the values of a weight [N, K], read as whole numbers."""
+    return int(weight.view(torch.int16).sum(dtype=torch.int64))
+
+
+def in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """`pack` of one weight [N, K]."""
+    missing = -weight.shape[0] % COLUMNS
+    columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
+    return columns.unflatten(-1, (-1, 2)).transpose(1, 2).contiguous()
+
+
+def in_byte_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """`pack` of one weight [N, K] in bytes, which are seen as bfloat16: see `multiply.h`."""
+    missing = -weight.shape[0] % COLUMNS
+    columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
+    numbers, scales = rounded(columns)
+    values = (numbers + LEVELS + 1).to(torch.uint8)  # 1 to 127
+    values = values.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1)
+    parts = values.view(torch.bfloat16), scales.view(torch.bfloat16)
+    return torch.cat(parts, dim=1).unflatten(1, (-1, COLUMNS, 2))
+
+
+def unpacked(packed: torch.Tensor, inner: int) -> torch.Tensor:
+    """The blocks' weights [N / 32, 32, K], where K is `inner`."""
+    if not is_in_bytes(packed.shape[1], inner):
+        return packed.transpose(1, 2).flatten(2)
+    blocks = packed.flatten(1).contiguous()
+    values = blocks[:, : 16 * inner].view(torch.uint8).unflatten(1, (-1, COLUMNS, 2))
+    scales = blocks[:, 16 * inner :].view(torch.float32)
+    weights = (values.transpose(1, 2).flatten(2).float() - LEVELS - 1) * scales[..., None]
+    return weights.to(packed.dtype)
+
+
+def is_in_bytes(lines: int, inner: int) -> bool:
+    """Whether packed weights [N / 32, lines, 32, 2] of K `inner` are in bytes."""
+    return lines != inner // 2

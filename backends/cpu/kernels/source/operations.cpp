@@ -1,0 +1,254 @@
+// The kernels as operations of torch: compiled once for all models, and called as they are.
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Unroll.h>
+#include <omp.h>
+#include <torch/library.h>
+
+#include "attention.h"
+#include "draw.h"
+#include "library.h"
+#include "move_columns.h"
+#include "norm.h"
+#include "top_k.h"
+
+namespace {
+using at::BFloat16, at::IntArrayRef, at::Tensor, at::TensorList;
+
+// Of fewer numbers than these each thread would wait longer for the others than it works.
+constexpr int64_t SHARED = 8192;
+constexpr int MOST = 64;  // of the largest
+
+int threads() { return omp_get_max_threads(); }
+
+const BFloat16* read(const Tensor& x) { return x.const_data_ptr<BFloat16>(); }
+BFloat16* written(const Tensor& x) { return x.mutable_data_ptr<BFloat16>(); }
+const BFloat16* read_if_any(const Tensor& x) { return x.numel() ? read(x) : nullptr; }
+int64_t rows_of(const Tensor& x) { return x.numel() / x.size(-1); }
+
+// The first part of [rows, inner] x packed, whose form its size tells.
+void multiply_rows(const BFloat16* x, const Tensor& packed, const BFloat16* bias, BFloat16* out,
+                   int64_t rows, int64_t inner, int64_t size) {
+    const bool in_bytes = packed.size(1) != inner / 2;
+    (in_bytes ? linear<true> : linear<false>)(x, read(packed), bias, out, rows, inner, size,
+                                              threads());
+}
+
+void gate_rows(const BFloat16* x, const Tensor& packed, BFloat16* out, int64_t rows, int64_t inner,
+               int64_t size) {
+    const bool in_bytes = packed.size(1) != inner / 2;
+    (in_bytes ? gated<true> : gated<false>)(x, read(packed), out, rows, inner, size, threads());
+}
+
+// f(D as a constant) for heads of a multiple of 32 values, up to 256
+template <int D = 32, typename F>
+void with_head_size(int64_t size, const F& f) {
+    if constexpr (D > 256) {
+        TORCH_CHECK(false, "heads of ", size, " values are not a multiple of 32 up to 256");
+    } else if (size == D) {
+        f(std::integral_constant<int, D>{});
+    } else {
+        with_head_size<D + 32>(size, f);
+    }
+}
+
+// Mask [B or 1, H or 1, T, S]
+Steps steps_of_mask(const Tensor& mask) {
+    return {mask.size(0) == 1 ? 0 : mask.stride(0), mask.size(1) == 1 ? 0 : mask.stride(1),
+            mask.stride(2)};
+}
+
+void attend_all(const BFloat16* query, Steps q, const Tensor& key, const Tensor& value,
+                const Tensor& mask, BFloat16* out, int64_t batch, int64_t heads, int64_t tokens,
+                int64_t columns, double scale) {
+    const int64_t size = key.size(3);
+    const Steps k{key.stride(0), key.stride(1), key.stride(2)};
+    const Steps v{value.stride(0), value.stride(1), value.stride(2)};
+    const Steps o{tokens * heads * size, size, heads * size};
+    TORCH_CHECK(key.stride(3) == 1 && value.stride(3) == 1 && mask.stride(3) == 1);
+    with_head_size(size, [&](auto D) {
+        attend<D()>(query, q, read(key), k, read(value), v, read(mask), steps_of_mask(mask), out, o,
+                    batch, heads, key.size(1), tokens, columns, scale, threads());
+    });
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& packed, int64_t size,
+                 const std::optional<Tensor>& bias) {
+    const Tensor rows = x.contiguous();
+    auto sizes = rows.sizes().vec();
+    sizes.back() = size;
+    Tensor out = at::empty(sizes, x.options());
+    multiply_rows(read(rows), packed, bias ? read(*bias) : nullptr, written(out), rows_of(rows),
+                  rows.size(-1), size);
+    return out;
+}
+
+Tensor gated_op(const Tensor& x, const Tensor& packed, int64_t size) {
+    const Tensor rows = x.contiguous();
+    auto sizes = rows.sizes().vec();
+    sizes.back() = size;
+    Tensor out = at::empty(sizes, x.options());
+    gate_rows(read(rows), packed, written(out), rows_of(rows), rows.size(-1), size);
+    return out;
+}
+
+Tensor attend_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask,
+                 double scale) {
+    auto close = [](const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); };
+    const Tensor q = close(query);
+    const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), size = q.size(3);
+    Tensor out = at::empty({batch, tokens, heads, size}, q.options());
+    attend_all(read(q), {q.stride(0), q.stride(1), q.stride(2)}, close(key), close(value),
+               close(mask), written(out), batch, heads, tokens, key.size(2), scale);
+    return out.transpose(1, 2);
+}
+
+Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps, bool plus_one) {
+    const Tensor rows = x.contiguous();
+    Tensor out = at::empty_like(rows);
+    const int64_t count = rows_of(rows), size = rows.size(-1);
+    #pragma omp parallel for num_threads(threads()) if (count * size > SHARED)
+    for (int64_t r = 0; r < count; ++r) {
+        rms_norm(read(rows) + r * size, read(weight), written(out) + r * size, size, eps, plus_one);
+    }
+    return out;
+}
+
+std::tuple<Tensor, Tensor> rotations_op(const Tensor& positions, const Tensor& frequencies,
+                                        double scale) {
+    const Tensor places = positions.contiguous();
+    auto sizes = places.sizes().vec();
+    const int64_t size = 2 * frequencies.numel();
+    sizes.push_back(size);
+    const auto options = frequencies.options().dtype(at::kBFloat16);
+    Tensor cos = at::empty(sizes, options), sin = at::empty(sizes, options);
+    const int64_t* place = places.const_data_ptr<int64_t>();
+    for (int64_t r = 0; r < places.numel(); ++r) {
+        rotations(place[r], frequencies.const_data_ptr<float>(), scale, written(cos) + r * size,
+                  written(sin) + r * size, size);
+    }
+    return {cos, sin};
+}
+
+// The output [B, T, D] of a decoder layer, see `operations.py`.
+Tensor decoder_layer_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& mask,
+                const Tensor& keys, const Tensor& values, const Tensor& columns, TensorList weights,
+                double eps, double scale) {
+    const Tensor &norm = weights[0], &qkv = weights[1], &qkv_bias = weights[2];
+    const Tensor &q_norm = weights[3], &k_norm = weights[4], &out_proj = weights[5];
+    const Tensor &out_bias = weights[6], &mlp_norm = weights[7], &gate_up = weights[8];
+    const Tensor& down = weights[9];
+    const Tensor x = hidden.contiguous();
+    const int64_t batch = x.size(0), tokens = x.size(1), width = x.size(2), rows = batch * tokens;
+    const int64_t size = keys.size(3), groups = keys.size(1), across = qkv.size(0) * 32;
+    const int64_t heads = across / size - 2 * groups, mixed = heads * size;
+    const int64_t inner = gate_up.size(0) * 16;
+    Tensor out = at::empty_like(x);
+    Tensor memory = at::empty({rows * (width + across + std::max(mixed, width) + inner)},
+                              x.options());
+    BFloat16 *normed = written(memory), *states = normed + rows * width;
+    BFloat16 *attended = states + rows * across, *between = attended + rows * std::max(mixed, width);
+    const bool shared = rows * width > SHARED;
+    #pragma omp parallel for num_threads(threads()) if (shared)
+    for (int64_t r = 0; r < rows; ++r) {
+        rms_norm(read(x) + r * width, read(norm), normed + r * width, width, eps, false);
+    }
+    multiply_rows(normed, qkv, read_if_any(qkv_bias), states, rows, width, across);
+    const int64_t* column = columns.const_data_ptr<int64_t>();
+    const int64_t turns = cos.size(0) == 1 ? 0 : tokens;  // rows may share their positions
+    #pragma omp parallel for num_threads(threads()) if (shared)
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t b = r / tokens, t = r % tokens, turn = (b * turns + t) * size;
+        const BFloat16 *c = read(cos) + turn, *s = read(sin) + turn;
+        for (int64_t h = 0; h < heads + groups; ++h) {
+            BFloat16* state = states + r * across + h * size;
+            const Tensor& its_norm = h < heads ? q_norm : k_norm;
+            if (its_norm.numel()) rms_norm(state, read(its_norm), state, size, eps, false);
+            BFloat16* to = state;
+            if (h >= heads) {
+                to = written(keys) + b * keys.stride(0) + (h - heads) * keys.stride(1) +
+                     column[t] * keys.stride(2);
+            }
+            rotate(state, c, s, to, size);
+        }
+        for (int64_t g = 0; g < groups; ++g) {
+            BFloat16* to = written(values) + b * values.stride(0) + g * values.stride(1) +
+                           column[t] * values.stride(2);
+            std::memcpy(to, states + r * across + (heads + groups + g) * size, size * 2);
+        }
+    }
+    attend_all(states, {tokens * across, size, across}, keys, values, mask, attended, batch, heads,
+               tokens, mask.size(3), scale);
+    multiply_rows(attended, out_proj, read_if_any(out_bias), normed, rows, mixed, width);
+    #pragma omp parallel for num_threads(threads()) if (shared)
+    for (int64_t r = 0; r < rows; ++r) {
+        BFloat16 *sum = attended + r * width, *its = normed + r * width;
+        add(read(x) + r * width, its, written(out) + r * width, width);
+        rms_norm(written(out) + r * width, read(mlp_norm), sum, width, eps, false);
+    }
+    gate_rows(attended, gate_up, between, rows, width, inner);
+    multiply_rows(between, down, nullptr, normed, rows, inner, width);
+    add(written(out), normed, written(out), rows * width);
+    return out;
+}
+
+Tensor top_op(const Tensor& x, int64_t count) {
+    const Tensor rows = x.contiguous();
+    auto sizes = rows.sizes().vec();
+    sizes.back() = count;
+    Tensor places = at::empty(sizes, x.options().dtype(at::kLong));
+    TORCH_CHECK(count <= MOST && count <= rows.size(-1));
+    top<MOST>(rows.const_data_ptr<float>(), rows_of(rows), rows.size(-1),
+              places.mutable_data_ptr<int64_t>(), count, threads());
+    return places;
+}
+
+template <typename logit_t>
+void draw_all(const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& keys,
+              const Tensor& settings, const Tensor& out) {
+    draw(logits.const_data_ptr<logit_t>(), tokens.const_data_ptr<int64_t>(),
+         parents.const_data_ptr<int64_t>(), keys.const_data_ptr<int64_t>(),
+         settings.const_data_ptr<float>(), out.mutable_data_ptr<int64_t>(), tokens.size(0),
+         tokens.size(1), logits.size(-1), threads());
+}
+
+Tensor draw_op(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
+               const Tensor& keys, const Tensor& settings, bool) {
+    Tensor out = at::empty(tokens.sizes(), tokens.options());
+    const auto all = logits.scalar_type() == at::kFloat ? draw_all<float> : draw_all<BFloat16>;
+    all(logits.contiguous(), tokens.contiguous(), parents.contiguous(), keys.contiguous(),
+        settings.contiguous(), out);
+    return out;
+}
+
+void move_columns_op(TensorList keys, TensorList values, const Tensor& source,
+                     const Tensor& destination) {
+    const Tensor from = source.contiguous(), to = destination.contiguous();
+    for_moves(from.const_data_ptr<int64_t>(), to.const_data_ptr<int64_t>(), from.size(0),
+              from.size(1), [&](int64_t row, int64_t f, int64_t t) {
+        for (TensorList part : {keys, values}) {
+            for (const Tensor& layer : part) {
+                move_column(static_cast<const char*>(layer.const_data_ptr()),
+                            {layer.stride(0) * layer.element_size(),
+                             layer.stride(1) * layer.element_size(),
+                             layer.stride(2) * layer.element_size()},
+                            layer.size(1), layer.size(3) * layer.element_size(), row, f, t);
+            }
+        }
+    });
+}
+}  // namespace
+
+TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
+    m.impl("linear", TORCH_FN(linear_op));
+    m.impl("gated", TORCH_FN(gated_op));
+    m.impl("attend", TORCH_FN(attend_op));
+    m.impl("rms_norm", TORCH_FN(rms_norm_op));
+    m.impl("rotations", TORCH_FN(rotations_op));
+    m.impl("decoder_layer", TORCH_FN(decoder_layer_op));
+    m.impl("top", TORCH_FN(top_op));
+    m.impl("draw", TORCH_FN(draw_op));
+    m.impl("move_columns", TORCH_FN(move_columns_op));
+}

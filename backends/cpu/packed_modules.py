@@ -1,0 +1,275 @@
+"""Modules that run our kernels in place of those of a model: a twin of it, with the same weights.
+
+Any product of bfloat16 weights reads packed ones, attention is found in transformers' registry, and
+norms and rotary positions are computed by kernels where theirs are known. A decoder layer of a
+known class is one call. What is not known stays as it is.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
+from drafthead.backends.cpu.substitutions import added, can_be_bytes, can_be_packed, has_mask
+from drafthead.heads.target.weight_state import weights_of
+
+ATTENTION = "drafthead_cpu"
+# Layers that compute what Llama's do, some with a bias or with norms of queries and keys.
+LLAMA_LAYERS = {
+    f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")
+}
+# Rotary positions whose frequencies are the same however long the text is.
+FIXED_FREQUENCIES = {"default", "linear", "llama3", "yarn"}
+ops = torch.ops.drafthead
+
+
+class PackedLinear(nn.Module):
+    """A product by packed weights."""
+
+    def __init__(self, product: nn.Linear, in_bytes: bool):
+        """The weights are also read `in_bytes` where their form allows it."""
+        super().__init__()
+        self.weight, self.bias, self.out_features = (
+            product.weight,
+            product.bias,
+            product.out_features,
+        )
+        in_bytes = in_bytes and can_be_bytes(product.weight, product.weight)
+        self.packed = ops.pack([product.weight], False, in_bytes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
+        """The product [..., N]."""
+        return ops.linear(x, self.packed, self.out_features, self.bias)
+
+
+class PackedNorm(nn.Module):
+    """A root mean square norm."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, plus_one: bool):
+        """For a weight [D], which is stored less one if `plus_one`."""
+        super().__init__()
+        self.weight, self.eps, self.plus_one = weight, eps, plus_one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., D]
+        """The normalised numbers [..., D]."""
+        return ops.rms_norm(x, self.weight, self.eps, self.plus_one)
+
+
+class PackedRotations(nn.Module):
+    """Rotary positions of fixed frequencies."""
+
+    def __init__(self, frequencies: torch.Tensor, scale: float):
+        """For frequencies [D / 2]."""
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies.float(), persistent=False)
+        self.scale = float(scale)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,  # [B, T]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [B, T, D]; x has their type."""
+        return ops.rotations(position_ids, self.inv_freq, self.scale)
+
+
+class PackedLayer(nn.Module):
+    """A decoder layer of Llama's kind in one call, over a cache with room for the new tokens."""
+
+    def __init__(self, layer: Any, in_bytes: bool):
+        """For a layer of which `is_llama_layer` holds."""
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        products = attention.q_proj, attention.k_proj, attention.v_proj
+        nothing = attention.q_proj.weight.new_empty(0)
+        biases = [product.bias for product in products]
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+
+        def pack(*given: nn.Linear, paired: bool = False) -> torch.Tensor:
+            weights = [product.weight for product in given]
+            return ops.pack(weights, paired, in_bytes and can_be_bytes(weights[0], weights[0]))
+
+        self.number = attention.layer_idx
+        self.eps, self.scale = layer.input_layernorm.variance_epsilon, attention.scaling
+        self.weights = [
+            layer.input_layernorm.weight,
+            pack(*products),
+            nothing if biases[0] is None else torch.cat(biases),
+            *(nothing if norm is None else norm.weight for norm in norms),
+            pack(attention.o_proj),
+            nothing if attention.o_proj.bias is None else attention.o_proj.bias,
+            layer.post_attention_layernorm.weight,
+            pack(mlp.gate_proj, mlp.up_proj, paired=True),
+            pack(mlp.down_proj),
+        ]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, D]
+        attention_mask: torch.Tensor,  # [B, 1, T, S]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin [B, T, head]
+        cache: Any = None,
+        past_key_values: Any = None,  # as older versions of transformers call it
+        **_: object,
+    ) -> torch.Tensor:
+        """The layer's output [B, T, D]."""
+        of = past_key_values if cache is None else cache
+        keys, values, columns = of.place(self.number, hidden_states.shape[1])
+        seen = attention_mask, keys, values, columns, self.weights
+        return ops.decoder_layer(hidden_states, *position_embeddings, *seen, self.eps, self.scale)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
+    value: torch.Tensor,  # as key
+    attention_mask: torch.Tensor | None,  # [B, 1, T, S], bool or added to the scores
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention [B, T, H, D] as transformers' layers call it: by our kernel where it can be."""
+    asked = {name for name, value in options.items() if value is not None}
+    if asked - WITHOUT_EFFECT or not has_mask(query, key, value, attention_mask):
+        usual = AttentionInterface()["sdpa"]
+        return usual(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    assert attention_mask is not None
+    mask, scale = added(attention_mask, query.dtype), scaling or query.shape[-1] ** -0.5
+    return ops.attend(query, key, value, mask, scale).transpose(1, 2), None
+
+
+# What models pass beside that makes no difference: what a window hides, the mask says already.
+WITHOUT_EFFECT = {"sliding_window", "is_causal", "position_ids", "use_cache"}
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
+    """A model with the same weights, of which our kernels run what they can."""
+    shared = {id(weight): weight for _, weight in weights_of(model)}
+    twin = copy.deepcopy(model, shared).eval()
+    config = twin.config.get_text_config(decoder=True)
+    if model._supports_attention_backend and config._attn_implementation == "sdpa":
+        config._attn_implementation = ATTENTION
+    for parent, name, part in list(children_in(twin)):
+        if (made := packed(part, in_bytes)) is not None:
+            parent._modules[name] = made
+    return twin
+
+
+def children_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The parts of a module with their parents and names; not those within a layer of ours."""
+    for name, part in module.named_children():
+        yield module, name, part
+        if not is_llama_layer(part):
+            yield from children_in(part)
+
+
+def packed(part: nn.Module, in_bytes: bool) -> nn.Module | None:
+    """What takes the place of a module; None where it stays."""
+    if is_llama_layer(part):
+        return PackedLayer(part, in_bytes)
+    if is_product(part):
+        return PackedLinear(part, in_bytes)  # type: ignore[arg-type]
+    if is_norm(part):
+        return norm_like(part)
+    if type(part).__name__.endswith("RotaryEmbedding") and has_fixed_frequencies(part):
+        return rotations_like(part)
+    return None
+
+
+def is_product(part: nn.Module) -> bool:
+    """Whether a module is a product by a matrix and no more, of weights that can be packed."""
+    return type(part) is nn.Linear and can_be_packed(part.weight, part.weight)
+
+
+def is_norm(part: nn.Module) -> bool:
+    """Whether a module is one of transformers' root mean square norms, of a size of ours."""
+    weight = getattr(part, "weight", None)
+    return (
+        type(part).__name__.endswith("RMSNorm")
+        and isinstance(weight, nn.Parameter)
+        and weight.dtype == torch.bfloat16
+        and weight.dim() == 1
+        and weight.shape[0] % NORM_MULTIPLE == 0
+        and len(list(part.parameters())) == 1
+    )
+
+
+@torch.no_grad()
+def norm_like(part: nn.Module) -> PackedNorm | None:
+    """A norm that computes what a module does for some numbers; None where none of ours does."""
+    weight: torch.Tensor = part.weight  # type: ignore[assignment]
+    eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))
+    if not isinstance(eps, float):
+        return None
+    numbers = torch.linspace(-3, 5, 2 * len(weight), dtype=weight.dtype).view(2, -1)
+    found = part(numbers)
+    for plus_one in (False, True):
+        norm = PackedNorm(weight, eps, plus_one)
+        if found.dtype == weight.dtype and torch.allclose(norm(numbers), found, 2**-6, 1e-3):
+            return norm
+    return None
+
+
+def has_fixed_frequencies(part: nn.Module) -> bool:
+    """Whether rotary positions are of frequencies that a text does not change, a multiple of 16."""
+    frequencies, kind = getattr(part, "inv_freq", None), getattr(part, "rope_type", None)
+    return (
+        isinstance(kind, str)
+        and kind in FIXED_FREQUENCIES
+        and isinstance(frequencies, torch.Tensor)
+        and (2 * frequencies.numel()) % NORM_MULTIPLE == 0
+        and isinstance(getattr(part, "attention_scaling", None), int | float)
+    )
+
+
+@torch.no_grad()
+def rotations_like(part: Any) -> PackedRotations | None:
+    """Rotary positions as a module computes them for some positions; None where ours differ."""
+    made, places = PackedRotations(part.inv_freq, part.attention_scaling), torch.arange(0, 999, 37)
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    pairs = zip(part(x, places[None]), made(x, places[None]), strict=True)
+    alike = all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=2**-6)
+        for a, b in pairs
+    )
+    return made if alike else None
+
+
+def is_llama_layer(layer: Any) -> bool:
+    """Whether a decoder layer computes what Llama's does, from weights of sizes of ours."""
+    kind = type(layer)
+    if kind.__name__ not in LLAMA_LAYERS or not kind.__module__.startswith("transformers.models."):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [part for name in ("q_norm", "k_norm") if (part := getattr(attention, name, None))]
+    first = [attention.q_proj, attention.k_proj, attention.v_proj]
+    gates = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    head = attention.head_dim
+    return (
+        all(map(is_product, [*first, attention.o_proj, *gates]))
+        and all(map(is_norm, norms))
+        and len({norm.variance_epsilon for norm in norms}) == 1
+        and len({product.bias is None for product in first}) == 1
+        and all(product.bias is None for product in gates)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and len(list(layer.named_parameters())) == len(norms) + 7 + biases_of(layer)
+        and head % NORM_MULTIPLE == 0
+        and head <= LARGEST_HEAD
+        and mlp.gate_proj.out_features % NORM_MULTIPLE == 0
+    )
+
+
+def biases_of(layer: nn.Module) -> int:
+    """How many parameters of a layer are biases."""
+    return sum(name.endswith(".bias") for name, _ in layer.named_parameters())

@@ -1,0 +1,268 @@
+"""A target whose passes run our kernels at once: nothing is compiled but these, once on a machine.
+
+What a pass computes of a token depends on the tokens before it alone, bit by bit: not on what else
+the pass reads, and so not on how a text was split into passes.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+
+from drafthead.backends.cpu.kernels import library
+from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
+from drafthead.backends.cpu.packed_modules import (
+    PackedLayer,
+    PackedLinear,
+    PackedNorm,
+    PackedRotations,
+    is_product,
+    twin_of,
+)
+from drafthead.backends.cpu.substitutions import CpuKernels, has_our_products, replacement_of
+from drafthead.backends.cpu.threads import threads
+from drafthead.heads.backend import NOTHING, Backend, no_variant
+from drafthead.heads.dims import Spec
+from drafthead.heads.errors import UserError
+from drafthead.heads.kv_cache.column_cache import move_columns
+from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, find_module
+from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.heads.target.hooks import in_this_thread
+from drafthead.heads.target.masks import LayerMasks
+from drafthead.heads.target.one_width import is_alike
+from drafthead.heads.target.target import Target, TargetOutput
+from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.heads.target.weight_state import state_of
+
+# Share by which what a layer adds to its input may differ from the model's own, in bfloat16.
+MOST_DIFFERENT = 0.05
+HOOKED = "hooks on its modules read or change what these compute"
+
+logger = logging.getLogger(__name__)
+
+
+class PackedBackend(Backend):
+    """Runs functions as they are, with our kernels in place of torch's operations."""
+
+    has_kernels = True
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        dims: Mapping[str, Spec],
+        reads: Sequence[Any],
+        in_bytes: bool = False,
+        variant: Callable[..., Hashable] = no_variant,
+        around: AbstractContextManager[object] = NOTHING,
+        layers: Sequence[nn.Module] = (),
+    ) -> Callable[..., Any]:
+        """The function within `around`, with our kernels; see `Backend.compile`."""
+
+        def call(*arguments: Any) -> Any:
+            with threads.for_a_call(), around, CpuKernels(True, in_bytes):
+                return function(*arguments)
+
+        return call
+
+    def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """Our kernel."""
+        return replacement_of(operation, has_kernels=True)
+
+
+class PackedTarget(Target):
+    """A target that runs our kernels in all passes that follow a cache."""
+
+    backend = PackedBackend()
+
+    def __init__(self, target: Target, in_bytes: bool = False):
+        """Share the target's model; see `packed_target`."""
+        self.plain = target
+        super().__init__(target.model, target.tokenizer)
+        self.numbers = target.numbers
+        self.in_bytes = in_bytes or target.in_bytes
+        self.pack()
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Read the model's weights as they are now."""
+        self.state = state_of(self.model)
+        self.called = twin_of(self.model, self.in_bytes)
+        decoder = find_decoder(self.called)
+        self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
+        self.last_state = self.find_last_state(decoder)
+        self.output_head = self.called.get_output_embeddings()
+        self.functions.clear()
+        self.is_hooked = False
+
+    def new_cache(self) -> TreeCache:
+        """A cache for passes that follow each other.
+
+        Where weights or adapters have changed since the last one, they are packed again.
+        """
+        if state_of(self.model) != self.state:
+            self.pack()
+            self.__dict__.pop("same_bits", None)
+        self.is_hooked = has_hooks(self.model)
+        if self.is_hooked:
+            tell_of_torch(type(self.model).__name__, HOOKED)
+        return TreeCache(move=self.backend.replacement_of(move_columns))
+
+    @property
+    def one_token(self) -> TreeCache:
+        """As `Target.one_token`."""
+        return self.plain.one_token
+
+    @torch.no_grad()
+    def run(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: LayerMasks,  # [B, 1, T, S]
+        features: FeatureSpec,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> TargetOutput:
+        """As `Target.run`; passes that follow a cache run our kernels."""
+        run = super().run if self.runs_ours(cache, attention_mask) else self.plain.run
+        with threads.for_a_call():
+            return run(input_ids, position_ids, attention_mask, features, cache, logits_to_keep)
+
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        features: FeatureSpec,
+        cache: Cache | None = None,
+    ) -> Features:
+        """As `Target.read`; passes that follow a cache run our kernels."""
+        read = super().read if self.runs_ours(cache, attention_mask) else self.plain.read
+        with threads.for_a_call():
+            return read(input_ids, position_ids, attention_mask, features, cache)
+
+    def runs_ours(self, cache: Cache | None, mask: LayerMasks) -> bool:
+        """Whether a pass runs our kernels: it follows a cache that has room for it."""
+        follows = isinstance(cache, TreeCache) and bool(cache.keys) and mask is not None
+        return follows and not self.is_hooked
+
+    @property
+    def reads_rows_alone(self) -> bool:
+        """As `Target.reads_rows_alone`: so the passes over a prompt are the same in any batch."""
+        return True
+
+    @cached_property
+    def same_bits(self) -> bool:
+        """As `Target.same_bits`: where our kernels compute all that could differ."""
+        parts = list(self.called.modules())
+        if any(isinstance(part, PackedLayer) for part in parts):
+            known = PackedLayer, PackedLinear, PackedNorm, PackedRotations
+            others = [part for part in parts if not isinstance(part, known)]
+            return all(
+                not list(part.parameters(recurse=False)) or is_lookup(part) for part in others
+            )
+        return (
+            self.config._attn_implementation == "sdpa"
+            and self.model._supports_attention_backend
+            and all(states.shape[-1] % NORM_MULTIPLE == 0 for states in self.one_token.states)
+            and all(map(has_our_products, self.model.modules()))
+            and is_alike(self)
+        )
+
+
+def is_lookup(part: nn.Module) -> bool:
+    """Whether a module hands out rows of a table."""
+    return isinstance(part, nn.Embedding)
+
+
+def packed_target(target: Target, in_bytes: bool = False) -> Target:
+    """The target with our kernels; as it is, with a line in the log, where it cannot have them."""
+    if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+        return target
+    if isinstance(target, PackedTarget):
+        return target
+    try:
+        target.check_compilable()
+        if reason := obstacle(target):
+            raise UserError(reason)
+        made = PackedTarget(target, in_bytes)
+        refuse_unlike(target, made)
+    except Exception as error:  # whatever the code of a model raises that is given these
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        tell_of_torch(type(target.model).__name__, reason)
+        return target
+    return made
+
+
+def obstacle(target: Target) -> str | None:
+    """Why a target cannot have our kernels; None where it can."""
+    if not library.loaded():
+        return "there are none for this processor"
+    if target.has_encoder:
+        return "it has an encoder"
+    if target.backend.compiles or target.same_bits:
+        return "its passes are made otherwise already"
+    if has_hooks(target.model):
+        return HOOKED
+    if not any(map(is_product, target.model.modules())):
+        return "it has no matrices of bfloat16 numbers"
+    return None
+
+
+def has_hooks(model: PreTrainedModel) -> bool:
+    """Whether something else reads or changes what the modules of a model compute."""
+    hooks = (
+        hook
+        for part in model.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    )
+    return not all(getattr(hook, "is_of_a_pass", False) for hook in hooks)
+
+
+@torch.no_grad()
+def refuse_unlike(target: Target, made: PackedTarget) -> None:
+    """Raise UserError where a layer adds to its input something else than the model's own does."""
+    # Siblings after a committed text: a node that saw the wrong keys would show here.
+    ids = torch.arange(1, 9)[None].clamp_max(target.vocab_size - 1)
+    cache, calls = TreeCache(), []
+    target.read(ids, ids - 1, None, NO_FEATURES, cache)
+    cache.commit_prompt(torch.tensor([8]), 8, room=8)
+    visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()  # a root with two children
+    tokens, positions = ids[:, :3], cache.positions(2)[:, [0, 1, 1]]
+
+    def keep(*call: Any) -> None:
+        calls.append(call)
+
+    handles = [
+        layer.register_forward_hook(in_this_thread(keep), with_kwargs=True)
+        for layer in target.layers.children()
+    ]
+    try:
+        mask = target.tree_mask(cache, visible)
+        target.run(tokens, positions, mask, NO_FEATURES, cache)
+        for layer, (_, args, options, output) in zip(made.layers.children(), calls, strict=True):
+            given = args[0] if args else options["hidden_states"]
+            found, expected = (first_of(each) for each in (layer(*args, **options), output))
+            share = float((found - expected).float().norm() / (expected - given).float().norm())
+            if not share < MOST_DIFFERENT:
+                raise UserError(f"a layer would give something else, by {share:.1%}")
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_of(output: Any) -> torch.Tensor:
+    """The hidden states [B, T, D] that a layer returns, alone or first."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@cache
+def tell_of_torch(model: str, reason: str) -> None:
+    """Say, once for each kind of model, why torch's kernels run."""
+    logger.info("%s runs torch's own kernels: %s", model, reason)
