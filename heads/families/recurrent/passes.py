@@ -21,6 +21,7 @@ from drafthead.heads.growing.dynamic import (
 )
 from drafthead.heads.growing.levels import Level, best_guesses
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
+from drafthead.heads.sampling import DRAFT_SUPPORT
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape, TreeTables
@@ -169,11 +170,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         pending: int = 0,
+        count: int = DRAFT_SUPPORT,
     ) -> Guess:
-        """The guesses after drafted nodes, which follow `pending` others."""
+        """The `count` best guesses after drafted nodes, which follow `pending` others."""
         embeds, states = self.head.draft_inputs(tokens, above, self.target)
         cached = self.columns_of(keys, values, columns, mask, pending)
-        return self._guess(self._pass(embeds, states, positions, mask, cached))
+        return self._guess(self._pass(embeds, states, positions, mask, cached), count)
 
     def _pass(
         self,
@@ -187,11 +189,11 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         rotation = self.head.rotary(positions)
         return self.head.run_layers(embeds, states, rotation, mask, cached.append)
 
-    def _guess(self, outputs: torch.Tensor) -> Guess:
-        """The guesses from outputs [B, n, D]."""
+    def _guess(self, outputs: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guess:
+        """The `count` best guesses from outputs [B, n, D]."""
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
-        return Guess(outputs, *best_guesses(logits, self.head.draft_ids), total)
+        return Guess(outputs, *best_guesses(logits, self.head.draft_ids, count), total)
 
     def _start_growth(
         self,
@@ -230,7 +232,9 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         mask = self.visible_to(inside, lengths, seen, columns[0] - pending)
         parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
         positions = places[:, None].expand_as(tokens)
-        guess = self._draft(parents, tokens, positions, mask, columns, keys, values, pending)
+        # Where nothing is drawn, no others than the children are looked at.
+        cached, count = (columns, keys, values), self.width if draws is None else DRAFT_SUPPORT
+        guess = self._draft(parents, tokens, positions, mask, *cached, pending, count)
         growth.add_children(*guess.best(self.width, 0, draws))
         return Grown(*growth.candidates(), guess.outputs, inside, places + 1)
 
@@ -325,6 +329,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
             return
         fused = self.backend.fused
         self.grow, self.reading = fused(self._grow), fused(self.read_eagerly)
+        self.start_growth, self.finish = fused(self._start_growth), fused(self._finish)
         self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
         self.read_and_grow_all = self.compiled(self._read_and_grow_all, READ_AND_ALL_LEVELS)
 

@@ -1,13 +1,15 @@
 """Decoder layers compiled one by one, as recorded passes on a GPU run them; here for a CPU."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.utils
 from tiny import tiny_llama
+from torch.func import functional_call
 
-from drafthead.backends.cuda import compiled_layers
+from drafthead.backends.cuda import compiled_layers, merged_products
 from drafthead.backends.cuda.compiled_layers import (
     LONG,
     CompiledLayers,
@@ -142,6 +144,31 @@ def test_products_of_the_same_rows_lie_side_by_side_and_stay_parameters(target: 
     assert merged_now()[size : size + len(kept)].eq(1).all()
     attention.k_proj.weight = kept
     assert merged_now()[size : size + len(kept)].equal(kept)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_the_input_of_a_wide_product_is_computed_once(
+    is_wide: bool, target: Target, monkeypatch
+) -> None:
+    mlp, graphs = target.layers[0].mlp, []
+    monkeypatch.setattr(merged_products, "WIDE", target.config.intermediate_size + (not is_wide))
+    form = without_weights(mlp)
+    merged = MergedProducts(form)
+
+    def noting(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph.code)
+        return graph
+
+    @partial(torch.compile, fullgraph=True, backend=noting)
+    def product(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found = functional_call(form, weights, (x,))
+        merged.forget()
+        return found
+
+    x = torch.randn(1, 1, target.config.hidden_size)
+    with torch.no_grad():
+        torch.testing.assert_close(product(merged.weights_of(mlp), x), mlp(x))
+    assert ("in_memory" in graphs[0]) == is_wide
 
 
 def test_neighbours_in_memory_of_two_allocations_are_moved() -> None:
