@@ -2,11 +2,12 @@
 
 import logging
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils
-from tiny import tiny_llama
+from tiny import random_prompts, tiny_llama
 from torch.func import functional_call
 
 from drafthead.backends.cuda import compiled_layers, merged_products
@@ -23,8 +24,11 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import StepCache
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.decoder import Decoder
 
 LAYERS = 4
+GROWTH, DRAWN = ("start_growth", "grow", "finish"), {"temperature": 0.8, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,35 @@ def test_a_function_that_cannot_be_fused_is_called(caplog) -> None:
         assert fused(torch.ones(2)).tolist() == [2, 2]
     assert "is recorded as it is" in caplog.text
     assert fused(torch.zeros(2)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "law"),
+    [
+        ("parallel:own", ("choose", "extend"), {}),
+        pytest.param("parallel:own", ("choose", "extend"), DRAWN, marks=pytest.mark.thorough),
+        pytest.param("eagle3:own", GROWTH, {}, marks=pytest.mark.thorough),
+        pytest.param("eagle3:own", GROWTH, DRAWN, marks=pytest.mark.thorough),
+    ],
+)
+def test_drafts_in_compiled_parts_are_those_of_eager_ones(
+    name: str, parts: tuple[str, ...], law: dict[str, Any], make_drafter, monkeypatch
+) -> None:
+    """Traced alone, which finds what cannot be compiled; generating code takes a minute."""
+    traced = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda *given, options, **how: traced(*given, **how))
+    target = Target(tiny_llama(0, vocab_size=128, hidden_size=32))
+    found = []
+    for is_compiled in (False, True):
+        drafter = make_drafter(name, target)
+        fused = {part: Fused(getattr(drafter, part)) for part in parts if is_compiled}
+        vars(drafter).update(fused)
+        decoder = Decoder(target, drafter, Budget(12, 3))
+        result = decoder.generate(random_prompts(2), max_new_tokens=8, seed=1, **law)
+        found.append((result.sequences, result.stats.accept_lengths))
+        # Where compiling fails the function itself is called from then on.
+        assert not [part for part, function in fused.items() if function.code == function.function]
+    assert found[0] == found[1]
 
 
 def test_a_function_of_too_many_kinds_is_called(caplog, monkeypatch) -> None:
