@@ -269,7 +269,8 @@ class ParallelSession(LateReader, OnDevice):
     def read(self, committed: Committed) -> None:
         """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
-        read = self.drafter.read_prompt if cache.is_empty else self.drafter.read
+        is_prompt = self.drafter.is_prompt(cache, tokens.shape[1])
+        read = self.drafter.read_prompt if is_prompt else self.drafter.read
         positions, columns = cache.positions(tokens.shape[1]), cache.make_room(tokens.shape[1])[1]
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.keep_pending(tokens.shape[1])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from drafthead.heads.coupling import DRAWS, NextDraws
 from drafthead.heads.dims import Spec
@@ -149,11 +150,18 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         columns: torch.Tensor,  # [T]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
+        end: int | None = None,
     ) -> Guess:
-        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row.
+
+        Where they are the last of `end` columns in every row, they need no mask.
+        """
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        visible = (steps[:, None] >= steps)[None]
-        mask = self.visible_to(visible, lengths, seen, columns[0])
+        if end is None:
+            visible = (steps[:, None] >= steps)[None]
+            mask = self.visible_to(visible, lengths, seen, columns[0])
+        else:
+            mask = causal_lower_right(len(steps), end)
         states = self.head.encode(Features(last, taps))
         cached = self.columns_of(keys, values, columns, mask, 0)
         embeds = self.head.embed(tokens, self.target)
