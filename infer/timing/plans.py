@@ -218,9 +218,7 @@ def costs_file(target: Target, drafter: Drafter) -> Path:
     return cache_folder("step_costs") / f"{digest[:16]}.json"
 
 
-def read_costs(
-    path: Path, unknown: Callable[[StepKind], StepCosts]
-) -> dict[StepKind, StepCosts]:
+def read_costs(path: Path, unknown: Callable[[StepKind], StepCosts]) -> dict[StepKind, StepCosts]:
     """What was kept of each kind of steps; nothing, with a warning, if the file is damaged.
 
     `unknown(kind)` is what is guessed of a kind.

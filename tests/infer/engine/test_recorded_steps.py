@@ -4,6 +4,7 @@ A rehearsal stands for CUDA graphs, and the functions are not compiled, so this 
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine import stepper
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.step import Launched
+from drafthead.infer.request.options import read_options
+from drafthead.infer.running_rows import Ticket
 from drafthead.infer.serving import ServeRequest
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -258,3 +261,64 @@ def test_chips_before_ampere_have_no_kernels_for_trees(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert is_old(torch.device("cuda")) == old
     assert not is_old(torch.device("cpu"))
+
+
+def served(decoder: Decoder, limits: list[int], at_work: int) -> tuple[dict[int, list[int]], list]:
+    """The answers to requests of which so many are at work at a time, and what each step left: the
+    lengths of its rows, and whether they are active.
+    """
+    rows, answers, steps = decoder.running_rows(8), defaultdict(list), []
+    waiting = [
+        Ticket(n, decoder.request(prompt, read_options({"max_new_tokens": limit})))
+        for n, (prompt, limit) in enumerate(zip(random_prompts(len(limits)), limits, strict=True))
+    ]
+    while waiting or rows.count:
+        free = at_work - rows.count
+        come, waiting = waiting[:free], waiting[free:]
+        for gain in [*rows.admit(come), *rows.step()]:
+            answers[gain.ticket.id] += gain.tokens
+        for batch in rows.batches.values():
+            active = [row.active for row in batch.stepper.run.batch.running_rows()]
+            steps.append((batch.stepper.lengths, active))
+    return answers, steps
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        "eagle3:own",
+        pytest.param("medusa:tree", marks=pytest.mark.thorough),
+        pytest.param("parallel:own+lookup", marks=pytest.mark.thorough),
+    ],
+)
+def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(
+    name: str, rehearsal: Rehearsal, make_target, make_drafter, monkeypatch
+) -> None:
+    """Seven requests at a time, one after the other: the eighth row is nobody's."""
+    monkeypatch.setattr(stepper, "IDLE_LEAD", 5)
+    target = make_target(seed=0)
+    drafter = None if name == "none" else make_drafter(name, target)
+    alone = Decoder(target, drafter)
+    compiled = CompiledTarget(target)
+    decoder = Decoder(compiled, drafter)
+    decoder.end_ids = alone.end_ids = frozenset()
+    if drafter is not None:
+        drafter.compile(compiled)
+    limits = [14 + 5 * n % 11 for n in range(24)]
+    answers, steps = served(decoder, limits, at_work=7)
+    for number, (prompt, limit) in enumerate(zip(random_prompts(24), limits, strict=True)):
+        assert answers[number] == alone.generate(prompt, max_new_tokens=limit).sequences[0]
+    assert {len(lengths) for lengths, _ in steps} <= {1, 2, 4, 8}
+    leads = [
+        max(lengths) - max(length for length, on in zip(lengths, active, strict=True) if on)
+        for lengths, active in steps
+        if any(active)
+    ]
+    assert max(leads) <= 5 and sum(not all(active) for _, active in steps) > 20
+
+
+def test_idle_rows_that_have_run_on_become_copies_of_the_shortest() -> None:
+    assert stepper.shortened([900, 80, 60], [False, True, True]) == [2, 1, 2]
+    assert stepper.shortened([330, 80, 60], [False, True, True]) is None
+    assert stepper.shortened([900, 80], [False, False]) is None
