@@ -32,6 +32,9 @@ DYNAMIC_WIDTH = 10
 
 # Sizes of dynamic trees that differ enough to choose between, and the most nodes for each level.
 DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
+# On a GPU a pass over 64 nodes takes little longer than one over 16, and each size is recorded for
+# each depth.
+SIZES_ON_GPU = (4, 16, 64)
 NODES_A_LEVEL = 13
 
 # Dimensions of what the compiled passes read and write: T new positions, n drafted nodes, E
@@ -122,7 +125,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
 
     def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
-        super().__init__(head, target, shape, dynamic_budgets(head.depth))
+        sizes = SIZES_ON_GPU if target.device.type == "cuda" else DYNAMIC_SIZES
+        super().__init__(head, target, shape, dynamic_budgets(head.depth, sizes))
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.read_prompt = self.read
@@ -348,11 +352,11 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         return self.known_visible[shape]
 
 
-def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
+def dynamic_budgets(depth: int, sizes: Sequence[int]) -> tuple[Budget, ...]:
     """Budgets of a drafter that needs a pass for each level, so that depth is worth choosing."""
     return tuple(
         Budget(nodes, levels)
-        for nodes in DYNAMIC_SIZES
+        for nodes in sizes
         for levels in range(1, depth + 1)
         if levels < nodes <= NODES_A_LEVEL * levels
     )

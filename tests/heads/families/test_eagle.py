@@ -30,6 +30,7 @@ from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -394,6 +395,13 @@ def test_budgets_offer_every_depth_because_each_costs_a_pass(target, make_head) 
     assert Budget(8, 1) in drafter.budgets and Budget(8, 3) in drafter.budgets
     assert max(budget.depth for budget in drafter.budgets) == 3
     assert list(drafter.budgets) == sorted(drafter.budgets)
+
+
+def test_few_budgets_serve_a_gpu_which_records_each(target, make_head, monkeypatch) -> None:
+    monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    drafter = drafter_for(make_head("eagle3", target, depth=6, ttt_steps=1), target)
+    assert {(4, 1), (16, 6), (64, 6)} < {(b.nodes, b.depth) for b in drafter.budgets}
+    assert len(drafter.budgets) == 10
 
 
 # Sessions
