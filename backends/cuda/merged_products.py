@@ -96,11 +96,6 @@ def in_memory(x: torch.Tensor) -> None:
     """Nothing: what may be written to is computed once, and read from memory by what follows."""
 
 
-@in_memory.register_fake
-def _(x: torch.Tensor) -> None:
-    """Nothing."""
-
-
 class FromMemory(nn.Module):
     """A product whose input is computed before it, and not within it."""
 

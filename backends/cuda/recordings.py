@@ -22,8 +22,8 @@ import torch
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
 MOST_RECORDINGS = 256
-# Share of a device's memory that stays free: where it is less, the recordings that were not used for
-# longest go before another is made, but for so many that a few kinds of requests need.
+# Share of a device's memory that stays free: where it is less, the recordings that were not used
+# for longest go before another is made, but for so many that a few kinds of requests need.
 LEAST_FREE, FEWEST_RECORDINGS = 0.05, 32
 # Bytes of memory that a recording keeps at most for an argument, only to see whether it comes
 # again: parts of a long prompt keep all of it.

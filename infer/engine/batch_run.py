@@ -126,13 +126,6 @@ class Batch:
         self.running = [self.running[place] for place in places]
         return places
 
-    def add_idle(self, places: Sequence[int]) -> None:
-        """Let rows run along that have ended, each after the row at a place, as long as that."""
-        for place in places:
-            length = self.rows[self.running[place]].prompt_length
-            self.running.append(len(self.rows))
-            self.rows.append(Row(limit=0, finish_reason="cancelled", prompt_length=length))
-
     def join(self, other: "Batch", order: Sequence[int]) -> None:
         """Go on with running rows of both, see `RowState.join_rows`; other rows are forgotten.
 
@@ -244,10 +237,12 @@ class BatchRun:
         return places
 
     def add_idle(self, places: Sequence[int]) -> None:
-        """`Batch.add_idle`, for statistics and random numbers as well."""
+        """Let rows run along that have ended, with the random numbers of rows at some places."""
+        running, rows = self.batch.running, self.batch.rows
         if self.random is not None:
-            self.random.keep_rows([*range(len(self.batch.running)), *places])
-        self.batch.add_idle(places)
+            self.random.keep_rows([*range(len(running)), *places])
+        running += range(len(rows), len(rows) + len(places))
+        rows += [Row(limit=0, finish_reason="cancelled") for _ in places]
         self._count_rows()
 
     def join(self, other: "BatchRun", order: Sequence[int]) -> None:

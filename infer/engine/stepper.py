@@ -30,8 +30,7 @@ from drafthead.infer.verifiers import Acceptance, Verifier
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
 ROOT = TreeShape(())  # a tree that proposes nothing
-# Positions by which a row that has ended may be longer than all others. It runs along until another
-# one takes its place, which may be never, and what it is long costs every row.
+# Positions, which all rows pay for, by which a row that has ended may be longer than all others.
 IDLE_LEAD = 256
 # Called with the tree of a step, the pass over it, and what is committed.
 Watch = Callable[[TokenTree, TargetOutput, Outcome], None]

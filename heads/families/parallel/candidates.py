@@ -6,7 +6,7 @@ before it, so every child is scored by its real parent.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
@@ -18,9 +18,7 @@ from drafthead.heads.sampling import DRAFT_SUPPORT, arrival_times
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 
-# `Block.choose` and `extended`, of a depth and the rest of their arguments.
-Choose: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
-Extend: TypeAlias = Callable[..., tuple[dynamic.Candidates, torch.Tensor]]
+Part = Callable[..., Any]  # of a depth and the rest of its arguments
 
 
 class Block:
@@ -100,7 +98,7 @@ class Candidates:
         block: Block,
         roots: torch.Tensor,  # [B]
         draws: NextDraws | None = None,
-        choose: Choose | None = None,
+        choose: Part | None = None,
     ) -> "Candidates":
         """Candidates after the roots; with `draws`, of the target's own draws.
 
@@ -128,13 +126,10 @@ class Candidates:
             outputs = None if outputs is None else outputs / temperature
         return cls(block, ids, base, outputs)
 
-    def at(
-        self, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def at(self, depth: int) -> list[torch.Tensor | None]:
         """Of one depth the slot's hidden state, and candidates, logits and outputs, as here."""
-        outputs = None if self.outputs is None else self.outputs[:, depth, None]
-        here = (each[:, depth, None] for each in (self.block.hidden, self.candidates, self.logits))
-        return *here, outputs
+        tables = self.block.hidden, self.candidates, self.logits, self.outputs
+        return [None if table is None else table[:, depth, None] for table in tables]
 
     def begin(self) -> torch.Tensor:
         """The state [B, 1, R] before the roots."""
@@ -176,7 +171,7 @@ def best_first_growth(
     scorer: Candidates,
     levels: int,
     frontier: int,
-    extend: Extend | None = None,
+    extend: Part | None = None,
 ) -> dynamic.Candidates:
     """The candidates of trees after roots [B] of up to `levels` levels and `frontier` + 2 nodes.
 

@@ -186,30 +186,24 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         growing: Growing,
     ) -> TreeTables:
         """The most probable tree; with `draws`, of the target's own draws."""
-        block = Block(self.head, hidden, logits)
-
-        def choose(depth: int, *rest: Any) -> Tensors:
-            """`Block.choose`."""
-            return self.choose(hidden[:, depth, None], logits[:, depth, None], *rest)
-
-        def extend(depth: int, *rest: Any) -> tuple[dynamic.Candidates, torch.Tensor]:
-            """`extended`."""
-            return self.extend(*scorer.at(depth), *rest)
-
-        scorer = Candidates.of(block, roots, draws, choose)
-        nodes = best_first_growth(roots, scorer, *growing, extend)
+        slots_of_block = [(hidden[:, d, None], logits[:, d, None]) for d in range(hidden.shape[1])]
+        scorer = Candidates.of(
+            Block(self.head, hidden, logits),
+            roots,
+            draws,
+            lambda depth, *rest: self.choose(*slots_of_block[depth], *rest),
+        )
+        nodes = best_first_growth(
+            roots, scorer, *growing, lambda depth, *rest: self.extend(*scorer.at(depth), *rest)
+        )
         return nodes.tables(slots, growing.levels)
 
     def _choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
         """`Block.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""
         return Block(self.head, hidden, logits).choose(0, *rest)
 
-    def _extend(
-        self,
-        hidden: torch.Tensor,  # [B, 1, D] of the slot
-        *rest: Any,
-    ) -> tuple[dynamic.Candidates, torch.Tensor]:
-        """`extended` by what `Candidates.at` a depth gives."""
+    def _extend(self, hidden: torch.Tensor, *rest: Any) -> tuple[dynamic.Candidates, torch.Tensor]:
+        """`extended` by what `Candidates.at` a depth gives, hidden [B, 1, D] first."""
         *here, nodes, after, slots = rest
         return extended(Candidates(Block(self.head, hidden), *here), 0, nodes, after, slots)
 

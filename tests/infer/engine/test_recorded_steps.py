@@ -4,7 +4,6 @@ A rehearsal stands for CUDA graphs, and the functions are not compiled, so this 
 """
 
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,7 @@ from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine import stepper
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.step import Launched
-from drafthead.infer.request.options import read_options
-from drafthead.infer.running_rows import Ticket
+from drafthead.infer.running_rows import ServedRows
 from drafthead.infer.serving import ServeRequest
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -242,16 +240,19 @@ def test_rows_shrink_to_powers_of_two_where_sizes_must_be_few() -> None:
 
 
 @pytest.mark.parametrize(("place", "allowed"), [("cpu", True), ("cuda", False)])
-def test_passes_on_a_gpu_do_without_an_attention_that_makes_a_plan_for_each_length(
+def test_passes_on_a_gpu_make_no_plan_for_each_length_and_add_up_in_float32(
     place: str, allowed: bool, target: Target, monkeypatch
 ) -> None:
     monkeypatch.setattr(Target, "device", torch.device(place))
+    products = torch.backends.cuda.matmul
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         Decoder(target)
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+        assert products.allow_bf16_reduced_precision_reduction == allowed
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+        products.allow_bf16_reduced_precision_reduction = True
 
 
 @pytest.mark.parametrize(("capability", "old"), [((7, 5), True), ((8, 0), False)])
@@ -261,26 +262,6 @@ def test_chips_before_ampere_have_no_kernels_for_trees(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert is_old(torch.device("cuda")) == old
     assert not is_old(torch.device("cpu"))
-
-
-def served(decoder: Decoder, limits: list[int], at_work: int) -> tuple[dict[int, list[int]], list]:
-    """The answers to requests of which so many are at work at a time, and what each step left: the
-    lengths of its rows, and whether they are active.
-    """
-    rows, answers, steps = decoder.running_rows(8), defaultdict(list), []
-    waiting = [
-        Ticket(n, decoder.request(prompt, read_options({"max_new_tokens": limit})))
-        for n, (prompt, limit) in enumerate(zip(random_prompts(len(limits)), limits, strict=True))
-    ]
-    while waiting or rows.count:
-        free = at_work - rows.count
-        come, waiting = waiting[:free], waiting[free:]
-        for gain in [*rows.admit(come), *rows.step()]:
-            answers[gain.ticket.id] += gain.tokens
-        for batch in rows.batches.values():
-            active = [row.active for row in batch.stepper.run.batch.running_rows()]
-            steps.append((batch.stepper.lengths, active))
-    return answers, steps
 
 
 @pytest.mark.parametrize(
@@ -305,10 +286,20 @@ def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(
     decoder.end_ids = alone.end_ids = frozenset()
     if drafter is not None:
         drafter.compile(compiled)
-    limits = [14 + 5 * n % 11 for n in range(24)]
-    answers, steps = served(decoder, limits, at_work=7)
-    for number, (prompt, limit) in enumerate(zip(random_prompts(24), limits, strict=True)):
-        assert answers[number] == alone.generate(prompt, max_new_tokens=limit).sequences[0]
+    steps, step = [], ServedRows.step
+
+    def noted(rows: ServedRows) -> None:
+        """A step; what it leaves are the lengths of rows, and whether these are active."""
+        step(rows)
+        active = [row.active for row in rows.stepper.run.batch.running_rows()]
+        steps.append((rows.stepper.lengths, active))
+
+    monkeypatch.setattr(ServedRows, "step", noted)
+    limits, prompts = [14 + 5 * n % 11 for n in range(24)], random_prompts(24)
+    asked = [ServeRequest(*each) for each in zip(prompts, range(24), limits, strict=True)]
+    for answer in decoder.serve(asked, max_rows=7):
+        expected = alone.generate(prompts[answer.id], max_new_tokens=limits[answer.id])
+        assert answer.tokens == expected.sequences[0]
     assert {len(lengths) for lengths, _ in steps} <= {1, 2, 4, 8}
     leads = [
         max(lengths) - max(length for length, on in zip(lengths, active, strict=True) if on)
