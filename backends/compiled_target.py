@@ -33,6 +33,10 @@ from drafthead.heads.trees.tree import ancestor_mask
 # Share of their size by which logits may differ that two attention kernels lead to, in bfloat16.
 MOST_DIFFERENT = 0.05
 
+# Positions of a row that recorded passes read as trees, so many at a time: a pass over a prompt as
+# it is, of 256 tokens and 8B weights, takes as long as six of them; a shorter one mostly launches.
+AS_TREES, OF_A_TREE = 256, 64
+
 logger = logging.getLogger(__name__)
 # Dimensions of the arguments of compiled functions.
 PASS = {
@@ -196,6 +200,8 @@ class CompiledTarget(Target):
         cache: Cache | None = None,
     ) -> Features:
         """As `Target.read`; passes over a row are compiled where `begin` has made room for them."""
+        if isinstance(cache, TreeCache) and self._reads_as_trees(input_ids, attention_mask, cache):
+            return self._read_as_trees(input_ids, position_ids, features, cache)
         if attention_mask is not None and is_for_kernels(attention_mask):
             assert self.kernels is not None
             with self.kernels.used_later():
@@ -212,6 +218,52 @@ class CompiledTarget(Target):
             inputs = with_another(*inputs)
         found = self._pass(features, False)(*inputs, cache).features
         return found.map(lambda hidden: hidden[:, :length])
+
+    def _reads_as_trees(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        cache: TreeCache,
+    ) -> bool:
+        """Whether a pass over positions of a prompt is left to recorded ones over trees."""
+        rows, count = input_ids.shape
+        begins = attention_mask is None and not cache.keys
+        follows = attention_mask is not None and is_for_kernels(attention_mask)
+        is_short = rows == 1 and count <= AS_TREES and self.skips_logits
+        return self.kernels is not None and is_short and (begins or follows)
+
+    def _read_as_trees(
+        self,
+        input_ids: torch.Tensor,  # [1, T]
+        position_ids: torch.Tensor,  # [1, T]
+        features: FeatureSpec,
+        cache: TreeCache,
+    ) -> Features:
+        """Read positions that follow what the cache holds, as chains of so many nodes each."""
+        count, parts = input_ids.shape[1], []
+        if not cache.keys:
+            cache.collect([self.one_token], [[0]], count + OF_A_TREE)
+            cache.cut(0)
+        # Padding comes last, where nothing sees it. Each part is laid out alike, or it would be
+        # another recording.
+        ids, positions = (
+            pad(each, (0, -count % OF_A_TREE)).flatten().clone().view(-1, 1, OF_A_TREE)
+            for each in (input_ids, position_ids)
+        )
+        chain = torch.ones(1, OF_A_TREE, OF_A_TREE, dtype=torch.bool, device=ids.device).tril()
+        run = self._pass(features, False)
+        for number, (part, places) in enumerate(zip(ids, positions, strict=True)):
+            mask = self.tree_mask(cache, chain)
+            parts.append(run(part, places, mask, cache).features)
+            read = min(OF_A_TREE, count - number * OF_A_TREE)
+            assert cache.lengths is not None
+            cache.commit(None, cache.lengths + read, cache.longest + read)
+        taps = zip(*(each.taps for each in parts), strict=True)
+        last = [each.last for each in parts if each.last is not None]
+        joined = Features(
+            torch.cat(last, 1) if last else None, tuple(torch.cat(t, 1) for t in taps)
+        )
+        return joined.map(lambda hidden: hidden[:, :count])
 
     @torch.no_grad()
     def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:

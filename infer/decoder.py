@@ -97,6 +97,9 @@ class Decoder:
             # torch prefers cuDNN's attention where there is a mask, which makes a plan for each
             # number of columns: 45 ms a step that is not recorded.
             torch.backends.cuda.enable_cudnn_sdp(False)
+            # Sums of products over parts of a row are added in float32, as for one row: fewer near
+            # ties fall another way in a tree.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     @classmethod
     def from_pretrained(

@@ -91,6 +91,7 @@ class ServedRows:
 
     def step(self) -> None:
         """One step of all rows."""
+        self.tickets += self.tickets[:1] * self.stepper.fill_up(self.session)  # of nobody's rows
         stats = self.stepper.run.stats
         before = stats.verified_nodes
         self.emitted = next_step(self.stepper, self.session, self.method.planner)

@@ -14,6 +14,9 @@ from drafthead.backends.recorded_calls import UnlikeError
 
 # Names of what reads the same rows, in the models of transformers.
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+# What reads the product of gate and up. For one row inductor computes that product again for each
+# block of outputs; beyond so many inputs that takes longer than one more kernel.
+READER, WIDE = "down_proj", 4096
 
 
 def groups_in(layer: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -88,6 +91,25 @@ class LaterOfGroup(nn.Module):
         return self.group[0].made[self.place]
 
 
+@torch.library.custom_op("drafthead::in_memory", mutates_args={"x"})
+def in_memory(x: torch.Tensor) -> None:
+    """Nothing: what may be written to is computed once, and read from memory by what follows."""
+
+
+class FromMemory(nn.Module):
+    """A product whose input is computed before it, and not within it."""
+
+    def __init__(self, product: nn.Linear):
+        """For a product without numbers, on the meta device."""
+        super().__init__()
+        self.weight, self.bias = product.weight, product.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
+        """The product."""
+        in_memory(x)
+        return linear(x, self.weight, self.bias)
+
+
 class MergedProducts:
     """The groups of one kind of layer, in a copy without numbers that is to be compiled."""
 
@@ -102,6 +124,9 @@ class MergedProducts:
             setattr(part, group[0], first)
             for place, each in enumerate(group[1:], start=1):
                 setattr(part, each, LaterOfGroup(first, place))
+            reader = getattr(part, READER, None)
+            if type(reader) is nn.Linear and reader.in_features >= WIDE:
+                setattr(part, READER, FromMemory(reader))
 
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         """The parameters and buffers of a layer of this kind, under the names in the copy."""

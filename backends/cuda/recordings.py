@@ -12,14 +12,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
 MOST_RECORDINGS = 256
+# Share of a device's memory that stays free: where it is less, the recordings that were not used
+# for longest go before another is made, but for so many that a few kinds of requests need.
+LEAST_FREE, FEWEST_RECORDINGS = 0.05, 32
 # Bytes of memory that a recording keeps at most for an argument, only to see whether it comes
 # again: parts of a long prompt keep all of it.
 MOST_KEPT = 2**20
@@ -188,6 +193,7 @@ class Recordings:
         """`held` are the places of arguments, tensors or lists of them, that keep their address."""
         self.function, self.held, self.capture, self.most = function, held, capture, most
         self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        ALL_RECORDINGS.add(self)
         self.failures = 0  # of captures
         self.calls_to_wait = 0  # before the next capture is tried
 
@@ -209,6 +215,7 @@ class Recordings:
             recording = self.recordings.get(wanted) or self._made(wanted, arguments, leaves)
             if recording is not None:
                 self.recordings.move_to_end(wanted)
+                recording.used = next(CALLS)
                 return recording.repeated(leaves)
         return self.function(*arguments)
 
@@ -219,6 +226,8 @@ class Recordings:
         if self.calls_to_wait:
             self.calls_to_wait -= 1
             return None
+        if leaves:
+            make_room(leaves[0].device)
         try:
             recording = Recording(self.function, arguments, self.held, leaves, self.capture)
         except CaptureError as error:
@@ -232,6 +241,35 @@ class Recordings:
         if len(self.recordings) > self.most:
             self.recordings.popitem(last=False)
         return recording
+
+
+CALLS = count()  # numbers that grow from call to call
+ALL_RECORDINGS: WeakSet[Recordings] = WeakSet()
+
+
+def make_room(device: torch.device) -> None:
+    """Let recordings on a device go that were not used for longest, where its memory is short."""
+    if free_share(device) >= LEAST_FREE:
+        return
+    known = [
+        (each.used, key, calls.recordings)
+        for calls in ALL_RECORDINGS
+        for key, each in calls.recordings.items()
+        if each.device == device
+    ]
+    oldest = sorted(known, key=lambda each: each[0])[:-FEWEST_RECORDINGS]
+    # As much as half of them at a time: when memory can be used again is only seen afterwards.
+    for _, key, recordings in oldest[: -(-len(known) // 2)]:
+        del recordings[key]
+
+
+def free_share(device: torch.device) -> float:
+    """The share of a device's memory that is free, or that torch has kept for tensors to come."""
+    if device.type != "cuda":
+        return 1.0
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + kept) / total
 
 
 # torch's own trees know more kinds of values, and take a quarter of a millisecond a step.
@@ -290,6 +328,7 @@ class Recording:
         capture: Capture,
     ):
         """Record the call; `leaves` are the tensors of those arguments that are not `held`."""
+        self.used, self.device = 0, leaves[0].device if leaves else None
         places = [fixed_like(leaf) for leaf in leaves]
         self.places = [stored(place) for place in places]
         # What lies in each place: a table that comes again as it was is not copied again.

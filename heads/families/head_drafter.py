@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from drafthead.heads.backend import EAGER, Backend, TreeKernels, backend_for
 from drafthead.heads.base import DraftHead, drafting_fields
@@ -16,10 +17,14 @@ from drafthead.heads.growing.levels import Level, levels_of
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
+from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import frequencies_in
 from drafthead.heads.sampling import DRAFT_SUPPORT, RowRandom
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape
+
+# More positions than any tree brings: a part of a prompt, and seldom of the same length again.
+LONG = 64
 
 Head = TypeVar("Head", bound=DraftHead)
 Value = TypeVar("Value")
@@ -90,15 +95,23 @@ class HeadDrafter(Drafter, Generic[Head]):
         """
         return seen[:0] if self.kernels is not None and nodes <= self.kernels.most_nodes else seen
 
+    def is_prompt(self, cache: DraftCache, positions: int) -> bool:
+        """Whether so many positions are read as prompts are: the first ones, and where calls are
+        recorded any that are many.
+        """
+        return cache.is_empty or (self.memory is not None and positions > LONG)
+
     def columns_of(
         self,
         keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
         values: Sequence[torch.Tensor],
         columns: torch.Tensor,  # [N] that the pass writes
-        mask: torch.Tensor,  # of `visible_to`
+        mask: torch.Tensor,  # of `visible_to`, or of positions that are the last of all columns
         pending: int,
     ) -> CacheColumns:
         """The cache as a pass sees it that has this mask, after so many pending nodes."""
+        if isinstance(mask, CausalBias):
+            return CacheColumns(keys, values, columns, mask.seq_len_kv)
         if mask.dtype == torch.int64:
             assert self.kernels is not None
             return self.kernels.cache(keys, values, pending)

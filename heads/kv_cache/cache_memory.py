@@ -16,6 +16,9 @@ Shape = tuple[int, ...]
 # half at least each time leaves behind at most twice what it ends with. So many bytes are kept in
 # any case: they are a small part of any device, and recordings go with their memory.
 MOST_UNUSED, ALWAYS_KEPT = 2, 2**28
+# Share of a device's memory that a cache may take up from the beginning, and the most columns: a
+# text that outgrows its cache is recorded anew, and columns that stay empty cost no time.
+FIRST_SHARE, MOST_AT_FIRST = 1 / 64, 4096
 
 
 class FreshStores:
@@ -51,7 +54,9 @@ class Unused(NamedTuple):
 class CacheMemory:
     """Sets of tensors that caches take and leave; several threads may."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int = 0) -> None:
+        """`total` are the bytes of the device's memory; 0 where that does not matter."""
+        self.total = total
         self.unused: list[Unused] = []  # those that were left last are at the end
         self.leases: WeakSet[Lease] = WeakSet()
         self.lock = Lock()
@@ -61,7 +66,14 @@ class CacheMemory:
     @staticmethod
     def where_recorded(device: torch.device) -> "CacheMemory | None":
         """Memory for caches on a device where graphs are recorded; None elsewhere."""
-        return CacheMemory() if device.type == "cuda" else None
+        if device.type != "cuda":
+            return None
+        return CacheMemory(torch.cuda.get_device_properties(device).total_memory)
+
+    def first_columns(self, column: int) -> int:
+        """Columns that a cache may have from the beginning, of so many bytes each."""
+        columns = int(self.total * FIRST_SHARE / max(column, 1))
+        return min(MOST_AT_FIRST, 1 << columns.bit_length() >> 1)
 
     def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> Lease:
         """Zeroed tensors of these shapes, of the number type of `like` [...] and on its device."""

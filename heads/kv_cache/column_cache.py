@@ -182,7 +182,9 @@ class ColumnCache:
         """Columns to allocate for each of so many rows where `columns` are wanted."""
         if self.memory is None:
             return rounded(columns, BLOCK)
-        return in_steps(max(columns, LEAST_RECORDED // max(rows, 1), LEAST_OF_A_ROW), BLOCK)
+        column = sum(rows * s.shape[1] * s.shape[3] * s.element_size() for s in self.states)
+        least = LEAST_RECORDED // max(rows, 1), LEAST_OF_A_ROW, self.memory.first_columns(column)
+        return in_steps(max(columns, *least), BLOCK)
 
     def _new_stores(self, rows: int, capacity: int) -> FreshStores | Lease:
         """Zeroed memory for the keys of each layer, then for the values of each.

@@ -236,6 +236,15 @@ class BatchRun:
             self.random.keep_rows(places)
         return places
 
+    def add_idle(self, places: Sequence[int]) -> None:
+        """Let rows run along that have ended, with the random numbers of rows at some places."""
+        running, rows = self.batch.running, self.batch.rows
+        if self.random is not None:
+            self.random.keep_rows([*range(len(running)), *places])
+        running += range(len(rows), len(rows) + len(places))
+        rows += [Row(limit=0, finish_reason="cancelled") for _ in places]
+        self._count_rows()
+
     def join(self, other: "BatchRun", order: Sequence[int]) -> None:
         """Go on with running rows of both, numbered again; both have the same sampling."""
         if self.record is not None and other.record is not None:

@@ -12,6 +12,7 @@ from statistics import median_low
 from threading import RLock
 
 import numpy as np
+import torch
 
 from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size, Table
@@ -20,6 +21,9 @@ from drafthead.infer.engine.draft_acceptance import Size, Table
 # than a plain one, NODE for each node after the root and LEVEL for each level. On the cautious
 # side: with it a good head begins with trees of about 4 nodes.
 DRAFT, NODE, LEVEL = 0.05, 0.05, 0.05
+# NODE on a GPU, for each row: as long as it waits for weights, computing is nearly free. On an H100
+# 0.1 to 0.2 % (benchmarks/gpu); others compute less in that time.
+NODE_ON_GPU = 0.003
 # Deviations of the guess, of the logarithm of a step's seconds (0.05 is about 5 %): of all steps
 # alike, of all drafts alike, for each doubling of nodes, for each level, and of each size alone.
 ALL_DEVIATION, DRAFT_DEVIATION, DOUBLING_DEVIATION = 1.0, 0.15, 0.25
@@ -48,15 +52,18 @@ class StepCosts:
     threads may decode with one belief; whoever reads or changes it holds `lock`.
     """
 
-    def __init__(self, budgets: Sequence[Budget]):
-        """The guess for sizes that nobody has seen; there are S = 1 + len(budgets) of them."""
+    def __init__(self, budgets: Sequence[Budget], node: float = NODE):
+        """The guess for sizes that nobody has seen; there are S = 1 + len(budgets) of them.
+
+        `node` is what each node is guessed to cost, in plain steps.
+        """
         self.sizes: list[Size] = [None, *sorted(budgets)]  # from small to large
         self.places = {size: place for place, size in enumerate(self.sizes)}
         self.guess = guessed_covariance(self.sizes)  # [S, S]
         self.fading = (1 - MEMORY) * self.guess
         self.covariance = self.guess  # [S, S]
         # Of the logarithms of seconds.
-        self.guessed: Table = np.log([guessed_ratio(s) for s in self.sizes])  # [S]
+        self.guessed: Table = np.log([guessed_ratio(s, node) for s in self.sizes])  # [S]
         self.mean = self.guessed
         self.drift = FIRST_DRIFT**2  # variance of the machine's speed from run to run
         self.speed_known = False  # else `mean` is known up to a common term only
@@ -152,12 +159,16 @@ class StepCosts:
         self.speed_known = self.is_guess = False
 
 
-def guessed_ratio(size: Size) -> float:
+def guessed_ratio(size: Size, node: float) -> float:
     """Seconds of a step over those of a plain one, for a machine that nobody has seen."""
     if size is None:
         return 1.0
-    nodes = NODE * (size.nodes - 1)
-    return 1 + DRAFT + nodes + LEVEL * size.depth
+    return 1 + DRAFT + node * (size.nodes - 1) + LEVEL * size.depth
+
+
+def guessed_node(device: torch.device, rows: int) -> float:
+    """What each node of so many rows is guessed to cost on a device, in plain steps."""
+    return NODE if device.type == "cpu" else min(NODE, NODE_ON_GPU * rows)
 
 
 def guessed_covariance(sizes: Sequence[Size]) -> Table:

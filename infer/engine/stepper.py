@@ -30,6 +30,8 @@ from drafthead.infer.verifiers import Acceptance, Verifier
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
 ROOT = TreeShape(())  # a tree that proposes nothing
+# Positions, which all rows pay for, by which a row that has ended may be longer than all others.
+IDLE_LEAD = 256
 # Called with the tree of a step, the pass over it, and what is committed.
 Watch = Callable[[TokenTree, TargetOutput, Outcome], None]
 
@@ -341,14 +343,34 @@ class Stepper:
     def keep_active(self, session: DraftSession) -> None:
         """Take rows that have ended out of the running batch, once many are idle.
 
-        Where passes are recorded a power of two stays.
+        Where passes are recorded a power of two stays. Idle rows that have become longer than all
+        others go on as copies of the shortest of these.
         """
         places = self.run.drop_idle(int if self.target.memory is None else power_of_two)
         if places is None:
-            return
-        self.ahead = None  # the next step is another one, or there is none
-        if not places:
-            return
+            active = [row.active for row in self.run.batch.running_rows()]
+            places = shortened(self.lengths, active)
+        if places is not None:
+            self.ahead = None  # the next step is another one, or there is none
+            if places:
+                self._go_on_with(places, session)
+
+    def fill_up(self, session: DraftSession) -> int:
+        """Let rows that have ended make the batch a power of two; returns how many were added.
+
+        Where steps are recorded each number of rows would ask for recordings of its own.
+        """
+        rows = len(self.lengths)
+        missing = power_of_two(rows) - rows
+        if not missing or self.target.memory is None or not self.in_one_call:
+            return 0
+        places = [*range(rows), *[min(range(rows), key=self.lengths.__getitem__)] * missing]
+        self.run.add_idle(places[rows:])
+        self._go_on_with(places, session)
+        return missing
+
+    def _go_on_with(self, places: Sequence[int], session: DraftSession) -> None:
+        """Go on with the rows at these places; one that comes twice goes on in two ways."""
         # All that is kept by place goes through the same choice, or rows would mix.
         self.lengths = [self.lengths[place] for place in places]
         rows = torch.tensor(places, device=self.target.device)
@@ -368,3 +390,16 @@ class Stepper:
         if self.processing is not None and other.processing is not None:
             self.processing.join(other.processing, order)
         self.run.join(other.run, order)
+
+
+def shortened(lengths: Sequence[int], active: Sequence[bool]) -> list[int] | None:
+    """The places of the rows to go on with where idle ones have run on beyond all others: for each
+    of these the shortest of those that are active. None where they have not.
+
+    Of an idle row of length 900 beside active ones of 80 and 60 the places are 2 1 2.
+    """
+    kept = [place for place, is_active in enumerate(active) if is_active]
+    if not kept or max(lengths) <= max(lengths[place] for place in kept) + IDLE_LEAD:
+        return None
+    shortest = min(kept, key=lengths.__getitem__)
+    return [place if is_active else shortest for place, is_active in enumerate(active)]

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from drafthead.infer.engine.planner import (
     PlannedDecoding,
     Planner,
 )
-from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.engine.step_costs import StepCosts, guessed_node
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.verifiers import Verifier
 
@@ -102,7 +102,7 @@ class Plans:
     @cached_property
     def by_kind(self) -> dict[StepKind, StepCosts]:
         """All known costs; at first those that earlier processes have kept."""
-        found = read_costs(self.file, self.drafter)
+        found = read_costs(self.file, self._unknown)
         self.kept = {kind: in_plain_steps(costs) for kind, costs in found.items()}
         return found
 
@@ -119,11 +119,15 @@ class Plans:
             sizes = [size for size in sizes if not is_tree(size)]
         return AdaptivePlan(StepCosts(sizes)).best()
 
+    def _unknown(self, kind: StepKind) -> StepCosts:
+        """The guess for steps of a kind."""
+        return StepCosts(self.drafter.budgets, guessed_node(self.target.device, kind.rows))
+
     def costs(self, kind: StepKind) -> StepCosts:
         """What is known of a kind; at first what is known of the most similar one, if any is."""
         with self.lock:
             if kind not in self.by_kind:
-                costs = StepCosts(self.drafter.budgets)
+                costs = self._unknown(kind)
                 known = [k for k, other in self.by_kind.items() if not other.is_guess]
                 if known:
                     nearest = self.by_kind[min(known, key=kind.distance)]
@@ -214,10 +218,14 @@ def costs_file(target: Target, drafter: Drafter) -> Path:
     return cache_folder("step_costs") / f"{digest[:16]}.json"
 
 
-def read_costs(path: Path, drafter: Drafter) -> dict[StepKind, StepCosts]:
-    """What was kept of each kind of steps; nothing, with a warning, if the file is damaged."""
+def read_costs(path: Path, unknown: Callable[[StepKind], StepCosts]) -> dict[StepKind, StepCosts]:
+    """What was kept of each kind of steps; nothing, with a warning, if the file is damaged.
+
+    `unknown(kind)` is what is guessed of a kind.
+    """
     try:
-        return {kind_from(entry): costs_from(entry, drafter) for entry in entries_in(path)}
+        kinds = [(kind_from(entry), entry) for entry in entries_in(path)]
+        return {kind: costs_from(entry, unknown(kind)) for kind, entry in kinds}
     except DAMAGE:
         logger.warning("%s is damaged; the costs of steps are learnt again", path)
         return {}
@@ -242,9 +250,8 @@ def kind_from(entry: Mapping[str, Any]) -> StepKind:
     return kind
 
 
-def costs_from(entry: Mapping[str, Any], drafter: Drafter) -> StepCosts:
-    """The costs of an entry; may raise any of DAMAGE."""
-    costs = StepCosts(drafter.budgets)
+def costs_from(entry: Mapping[str, Any], costs: StepCosts) -> StepCosts:
+    """The costs of an entry, in place of what is guessed of them; may raise any of DAMAGE."""
     mean, covariance = (np.array(entry[name], float) for name in ("mean", "covariance"))
     if mean.shape != costs.mean.shape or covariance.shape != costs.guess.shape:
         raise ValueError("no costs of these sizes")

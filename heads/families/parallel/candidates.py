@@ -4,14 +4,21 @@ The pass computes candidates for each depth; the probability of a candidate depe
 before it, so every child is scored by its real parent.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
 from drafthead.heads.coupling import NextDraws
 from drafthead.heads.families.parallel.head import ParallelHead
+from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.dynamic import TreeGrowth
 from drafthead.heads.sampling import DRAFT_SUPPORT, arrival_times
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
+
+Part = Callable[..., Any]  # of a depth and the rest of its arguments
 
 
 class Block:
@@ -49,6 +56,29 @@ class Block:
             return logits.expand(-1, codes.shape[1], -1)
         return logits + self.correction.output(codes)
 
+    def choose(
+        self,
+        depth: int,
+        before: torch.Tensor,  # [B, n] candidates of the slot before, or the roots
+        weights: torch.Tensor,  # [B, n, 1] their probabilities
+        state: torch.Tensor,  # [B, 1, R] before these tokens, on average
+        draws: NextDraws | None,  # of children of this depth, at place 0
+    ) -> tuple[torch.Tensor, ...]:
+        """The candidates of a slot: their places among the logits and tokens, both [B, k], and
+        what the next slot needs in place of `weights` and `state`.
+        """
+        codes, states = self.codes(depth, before, state.expand(-1, before.shape[1], -1))
+        code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
+        logits = self.logits_after(depth, code)[:, 0]
+        most = CANDIDATES if draws is None else DRAFT_SUPPORT
+        best, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
+        if draws is not None:
+            ids = self.tokens_of(places)
+            best, order = draws.best(0, best, ids, min(CANDIDATES, ids.shape[-1]))
+            places = places.gather(-1, order)
+        weights = best.softmax(-1)[..., None].to(weights.dtype)
+        return places, self.tokens_of(places), weights, state
+
 
 class Candidates:
     """The few tokens of each depth that a tree chooses from, and their scores after any parent."""
@@ -63,30 +93,27 @@ class Candidates:
         self.block, self.candidates, self.logits, self.outputs = block, candidates, logits, outputs
 
     @classmethod
-    def of(cls, block: Block, roots: torch.Tensor, draws: NextDraws | None = None) -> "Candidates":
-        """Candidates after the roots [B]; with `draws`, of the target's own draws.
+    def of(
+        cls,
+        block: Block,
+        roots: torch.Tensor,  # [B]
+        draws: NextDraws | None = None,
+        choose: Part | None = None,
+    ) -> "Candidates":
+        """Candidates after the roots; with `draws`, of the target's own draws.
 
         The correction of a slot depends on the token before it, which is not chosen yet. So the
         candidates are the best after the mean correction over the candidates of the slot before,
-        weighted by their probabilities.
+        weighted by their probabilities. `choose` takes the place of `Block.choose`.
         """
         assert block.logits is not None
-        before, state = roots[:, None], block.begin()
+        before, state, choose = roots[:, None], block.begin(), choose or block.choose
         weights = torch.ones_like(before, dtype=block.hidden.dtype)[..., None]  # [B, n, 1]
         chosen = []
         for depth in range(block.logits.shape[1]):
-            codes, states = block.codes(depth, before, state.expand(-1, before.shape[1], -1))
-            code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
-            logits = block.logits_after(depth, code)[:, 0]
-            most = CANDIDATES if draws is None else DRAFT_SUPPORT
-            best, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
-            if draws is not None:
-                ids = block.tokens_of(places)
-                best, order = draws.best(depth, best, ids, min(CANDIDATES, ids.shape[-1]))
-                places = places.gather(-1, order)
+            at = None if draws is None else draws.at(depth)
+            places, before, weights, state = choose(depth, before, weights, state, at)
             chosen.append(places)
-            before = block.tokens_of(places)
-            weights = best.softmax(-1)[..., None].to(weights.dtype)
         guesses = torch.stack(chosen, dim=1)
         ids, base = block.tokens_of(guesses), block.logits.gather(-1, guesses)
         outputs: torch.Tensor | None = None
@@ -98,6 +125,11 @@ class Candidates:
             base = base / temperature - arrival_times(draws.keys, ids).log()
             outputs = None if outputs is None else outputs / temperature
         return cls(block, ids, base, outputs)
+
+    def at(self, depth: int) -> list[torch.Tensor | None]:
+        """Of one depth the slot's hidden state, and candidates, logits and outputs, as here."""
+        tables = self.block.hidden, self.candidates, self.logits, self.outputs
+        return [None if table is None else table[:, depth, None] for table in tables]
 
     def begin(self) -> torch.Tensor:
         """The state [B, 1, R] before the roots."""
@@ -118,9 +150,29 @@ class Candidates:
         return logits.log_softmax(-1), state
 
 
+def extended(
+    scorer: Candidates,
+    depth: int,
+    nodes: dynamic.Candidates,
+    after: torch.Tensor,  # [B, E, R] states after the tokens of the nodes that were opened last
+    slots: torch.Tensor,  # [F], the numbers from 0, of the nodes to open
+) -> tuple[dynamic.Candidates, torch.Tensor]:
+    """The nodes of a growth with one more level, and the states [B, F, R] after those opened."""
+    growth = TreeGrowth.resumed(nodes, scorer.candidates.shape[-1])
+    tokens, above = growth.open_best(slots)
+    state = after.gather(1, above[..., None].expand(-1, -1, after.shape[2]))
+    log_probs, after = scorer.log_probs(depth, tokens, state)
+    growth.add_children(log_probs, scorer.candidates[:, depth, None].expand_as(log_probs))
+    return growth.candidates(), after
+
+
 def best_first_growth(
-    roots: torch.Tensor, scorer: Candidates, levels: int, frontier: int
-) -> TreeGrowth:
+    roots: torch.Tensor,
+    scorer: Candidates,
+    levels: int,
+    frontier: int,
+    extend: Part | None = None,
+) -> dynamic.Candidates:
     """The candidates of trees after roots [B] of up to `levels` levels and `frontier` + 2 nodes.
 
     Trees grow level by level, for all rows at once and without waiting for the device.
@@ -133,16 +185,17 @@ def best_first_growth(
 
     Beside the root and a node of the next depth, a tree has room for `frontier` nodes of a depth:
     no others need children. More levels or a wider frontier than a tree needs change nothing in it.
+    `extend` takes the place of `extended` by this scorer.
     """
-    growth, tokens, state = TreeGrowth(roots), roots[:, None], scorer.begin()
+    growth, opened = TreeGrowth(roots), 1
+    log_probs, after = scorer.log_probs(0, roots[:, None], scorer.begin())
+    growth.add_children(log_probs, scorer.candidates[:, 0, None])
+    nodes, width = growth.candidates(), log_probs.shape[-1]
     slots = torch.arange(frontier, device=roots.device)
-    for depth in range(levels):
-        log_probs, after = scorer.log_probs(depth, tokens, state)
-        growth.add_children(log_probs, scorer.candidates[:, depth, None].expand_as(log_probs))
-        if depth + 1 < levels:
-            tokens, above = growth.open_best(slots[: growth.scores[-1].shape[1]])
-            state = after.gather(1, above[..., None].expand(-1, -1, after.shape[2]))
-    return growth
+    for depth in range(1, levels):
+        opened = min(frontier, opened * width)
+        nodes, after = (extend or partial(extended, scorer))(depth, nodes, after, slots[:opened])
+    return nodes
 
 
 def num_candidates(width: int, levels: int, frontier: int) -> int:

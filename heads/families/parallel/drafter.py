@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,11 @@ from drafthead.heads.families.parallel.candidates import (
     Block,
     Candidates,
     best_first_growth,
+    extended,
     num_candidates,
 )
 from drafthead.heads.families.parallel.head import ParallelHead
+from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
@@ -97,6 +99,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.draft: Callable[..., Drafted] = self._draft
         # What a draft runs of them, which recorded drafts compile.
         self.reading, self.passing = self.read, self.block
+        self.choose: Callable[..., Tensors] = self._choose
+        self.extend: Callable[..., tuple[dynamic.Candidates, torch.Tensor]] = self._extend
         self.move, self.is_compiled = move_columns, False
 
     @cached_property
@@ -182,8 +186,26 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         growing: Growing,
     ) -> TreeTables:
         """The most probable tree; with `draws`, of the target's own draws."""
-        scorer = Candidates.of(Block(self.head, hidden, logits), roots, draws)
-        return best_first_growth(roots, scorer, *growing).candidates().tables(slots, growing.levels)
+        slots_of_block = [(hidden[:, d, None], logits[:, d, None]) for d in range(hidden.shape[1])]
+        scorer = Candidates.of(
+            Block(self.head, hidden, logits),
+            roots,
+            draws,
+            lambda depth, *rest: self.choose(*slots_of_block[depth], *rest),
+        )
+        nodes = best_first_growth(
+            roots, scorer, *growing, lambda depth, *rest: self.extend(*scorer.at(depth), *rest)
+        )
+        return nodes.tables(slots, growing.levels)
+
+    def _choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
+        """`Block.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""
+        return Block(self.head, hidden, logits).choose(0, *rest)
+
+    def _extend(self, hidden: torch.Tensor, *rest: Any) -> tuple[dynamic.Candidates, torch.Tensor]:
+        """`extended` by what `Candidates.at` a depth gives, hidden [B, 1, D] first."""
+        *here, nodes, after, slots = rest
+        return extended(Candidates(Block(self.head, hidden), *here), 0, nodes, after, slots)
 
     def guesses(
         self,
@@ -214,9 +236,10 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.is_compiled = True
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.block = self.compiled(self.block_eagerly, PASSING)
-        # Not the growth of trees: a loop over their nodes, which takes minutes to compile.
+        # Of the growth of trees one depth: the whole would take minutes to compile.
         fused = self.backend.fused
         self.reading, self.passing = fused(self.read_eagerly), fused(self.block_eagerly)
+        self.choose, self.extend = fused(self._choose), fused(self._extend)
         self.draft = self.compiled(self._draft, DRAFTING)
         self.move = self.backend.replacement_of(move_columns)
 
@@ -240,7 +263,8 @@ class ParallelSession(LateReader, OnDevice):
     def read(self, committed: Committed) -> None:
         """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
-        read = self.drafter.read_prompt if cache.is_empty else self.drafter.read
+        is_prompt = self.drafter.is_prompt(cache, tokens.shape[1])
+        read = self.drafter.read_prompt if is_prompt else self.drafter.read
         positions, columns = cache.positions(tokens.shape[1]), cache.make_room(tokens.shape[1])[1]
         fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
         cache.keep_pending(tokens.shape[1])

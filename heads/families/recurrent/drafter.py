@@ -31,7 +31,10 @@ class DraftReader(RowState):
         """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         tokens, cache, drafter = committed.tokens, self.cache, self.drafter
         assert cache.lengths is not None
-        read = drafter.read_prompt if cache.is_empty else drafter.read
+        is_prompt, end = drafter.is_prompt(cache, tokens.shape[1]), cache.longest + tokens.shape[1]
+        # Kernels that skip what is hidden take no mask; layers that need one have no tree kernels.
+        without_mask = is_prompt and cache.no_gaps and drafter.kernels is not None
+        read = drafter.read_prompt if is_prompt else drafter.read
         guess = read(
             committed.features.last,
             committed.features.taps,
@@ -41,6 +44,7 @@ class DraftReader(RowState):
             *cache.make_room(tokens.shape[1]),
             cache.keys,
             cache.values,
+            *((end,) if without_mask else ()),
         )
         cache.keep_pending(tokens.shape[1])
         cache.commit_first(committed.lengths, committed.counts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from drafthead.heads.coupling import DRAWS, NextDraws
 from drafthead.heads.dims import Spec
@@ -21,6 +22,7 @@ from drafthead.heads.growing.dynamic import (
 )
 from drafthead.heads.growing.levels import Level, best_guesses
 from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
+from drafthead.heads.sampling import DRAFT_SUPPORT
 from drafthead.heads.target.features import Features
 from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TreeShape, TreeTables
@@ -30,6 +32,9 @@ DYNAMIC_WIDTH = 10
 
 # Sizes of dynamic trees that differ enough to choose between, and the most nodes for each level.
 DYNAMIC_SIZES = (2, 4, 8, 16, 32, 64)
+# On a GPU a pass over 64 nodes takes little longer than one over 16, and each size is recorded for
+# each depth.
+SIZES_ON_GPU = (4, 16, 64)
 NODES_A_LEVEL = 13
 
 # Dimensions of what the compiled passes read and write: T new positions, n drafted nodes, E
@@ -120,7 +125,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
 
     def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
-        super().__init__(head, target, shape, dynamic_budgets(head.depth))
+        sizes = SIZES_ON_GPU if target.device.type == "cuda" else DYNAMIC_SIZES
+        super().__init__(head, target, shape, dynamic_budgets(head.depth, sizes))
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.read_prompt = self.read
@@ -148,11 +154,18 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         columns: torch.Tensor,  # [T]
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
+        end: int | None = None,
     ) -> Guess:
-        """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
+        """Read committed positions; the guesses [B, 1, k] after the last one of each row.
+
+        Where they are the last of `end` columns in every row, they need no mask.
+        """
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        visible = (steps[:, None] >= steps)[None]
-        mask = self.visible_to(visible, lengths, seen, columns[0])
+        if end is None:
+            visible = (steps[:, None] >= steps)[None]
+            mask = self.visible_to(visible, lengths, seen, columns[0])
+        else:
+            mask = causal_lower_right(len(steps), end)
         states = self.head.encode(Features(last, taps))
         cached = self.columns_of(keys, values, columns, mask, 0)
         embeds = self.head.embed(tokens, self.target)
@@ -169,11 +182,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         pending: int = 0,
+        count: int = DRAFT_SUPPORT,
     ) -> Guess:
-        """The guesses after drafted nodes, which follow `pending` others."""
+        """The `count` best guesses after drafted nodes, which follow `pending` others."""
         embeds, states = self.head.draft_inputs(tokens, above, self.target)
         cached = self.columns_of(keys, values, columns, mask, pending)
-        return self._guess(self._pass(embeds, states, positions, mask, cached))
+        return self._guess(self._pass(embeds, states, positions, mask, cached), count)
 
     def _pass(
         self,
@@ -187,11 +201,11 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         rotation = self.head.rotary(positions)
         return self.head.run_layers(embeds, states, rotation, mask, cached.append)
 
-    def _guess(self, outputs: torch.Tensor) -> Guess:
-        """The guesses from outputs [B, n, D]."""
+    def _guess(self, outputs: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guess:
+        """The `count` best guesses from outputs [B, n, D]."""
         logits = self.head.logits(outputs, self.target).float()
         total = logits.logsumexp(-1, keepdim=True)
-        return Guess(outputs, *best_guesses(logits, self.head.draft_ids), total)
+        return Guess(outputs, *best_guesses(logits, self.head.draft_ids, count), total)
 
     def _start_growth(
         self,
@@ -230,7 +244,9 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         mask = self.visible_to(inside, lengths, seen, columns[0] - pending)
         parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
         positions = places[:, None].expand_as(tokens)
-        guess = self._draft(parents, tokens, positions, mask, columns, keys, values, pending)
+        # Where nothing is drawn, no others than the children are looked at.
+        cached, count = (columns, keys, values), self.width if draws is None else DRAFT_SUPPORT
+        guess = self._draft(parents, tokens, positions, mask, *cached, pending, count)
         growth.add_children(*guess.best(self.width, 0, draws))
         return Grown(*growth.candidates(), guess.outputs, inside, places + 1)
 
@@ -325,6 +341,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
             return
         fused = self.backend.fused
         self.grow, self.reading = fused(self._grow), fused(self.read_eagerly)
+        self.start_growth, self.finish = fused(self._start_growth), fused(self._finish)
         self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
         self.read_and_grow_all = self.compiled(self._read_and_grow_all, READ_AND_ALL_LEVELS)
 
@@ -335,11 +352,11 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         return self.known_visible[shape]
 
 
-def dynamic_budgets(depth: int) -> tuple[Budget, ...]:
+def dynamic_budgets(depth: int, sizes: Sequence[int]) -> tuple[Budget, ...]:
     """Budgets of a drafter that needs a pass for each level, so that depth is worth choosing."""
     return tuple(
         Budget(nodes, levels)
-        for nodes in DYNAMIC_SIZES
+        for nodes in sizes
         for levels in range(1, depth + 1)
         if levels < nodes <= NODES_A_LEVEL * levels
     )

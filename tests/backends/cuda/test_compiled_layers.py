@@ -1,13 +1,16 @@
 """Decoder layers compiled one by one, as recorded passes on a GPU run them; here for a CPU."""
 
 import logging
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils
-from tiny import tiny_llama
+from tiny import random_prompts, tiny_llama
+from torch.func import functional_call
 
-from drafthead.backends.cuda import compiled_layers
+from drafthead.backends.cuda import compiled_layers, merged_products
 from drafthead.backends.cuda.compiled_layers import (
     LONG,
     CompiledLayers,
@@ -21,8 +24,11 @@ from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.hooks import Taps
 from drafthead.heads.target.target import Target
 from drafthead.heads.target.tree_cache import StepCache
+from drafthead.heads.trees.tree import Budget
+from drafthead.infer.decoder import Decoder
 
 LAYERS = 4
+GROWTH, DRAWN = ("start_growth", "grow", "finish"), {"temperature": 0.8, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,35 @@ def test_a_function_that_cannot_be_fused_is_called(caplog) -> None:
     assert fused(torch.zeros(2)).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "parts", "law"),
+    [
+        ("parallel:own", ("choose", "extend"), {}),
+        pytest.param("parallel:own", ("choose", "extend"), DRAWN, marks=pytest.mark.thorough),
+        pytest.param("eagle3:own", GROWTH, {}, marks=pytest.mark.thorough),
+        pytest.param("eagle3:own", GROWTH, DRAWN, marks=pytest.mark.thorough),
+    ],
+)
+def test_drafts_in_compiled_parts_are_those_of_eager_ones(
+    name: str, parts: tuple[str, ...], law: dict[str, Any], make_drafter, monkeypatch
+) -> None:
+    """Traced alone, which finds what cannot be compiled; generating code takes a minute."""
+    traced = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda *given, options, **how: traced(*given, **how))
+    target = Target(tiny_llama(0, vocab_size=128, hidden_size=32))
+    found = []
+    for is_compiled in (False, True):
+        drafter = make_drafter(name, target)
+        fused = {part: Fused(getattr(drafter, part)) for part in parts if is_compiled}
+        vars(drafter).update(fused)
+        decoder = Decoder(target, drafter, Budget(12, 3))
+        result = decoder.generate(random_prompts(2), max_new_tokens=8, seed=1, **law)
+        found.append((result.sequences, result.stats.accept_lengths))
+        # Where compiling fails the function itself is called from then on.
+        assert not [part for part, function in fused.items() if function.code == function.function]
+    assert found[0] == found[1]
+
+
 def test_a_function_of_too_many_kinds_is_called(caplog, monkeypatch) -> None:
     monkeypatch.setattr(compiled_layers, "MOST_VARIANTS", 1)
     fused = Fused(lambda x, name: x + len(name))
@@ -142,6 +177,31 @@ def test_products_of_the_same_rows_lie_side_by_side_and_stay_parameters(target: 
     assert merged_now()[size : size + len(kept)].eq(1).all()
     attention.k_proj.weight = kept
     assert merged_now()[size : size + len(kept)].equal(kept)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_the_input_of_a_wide_product_is_computed_once(
+    is_wide: bool, target: Target, monkeypatch
+) -> None:
+    mlp, graphs = target.layers[0].mlp, []
+    monkeypatch.setattr(merged_products, "WIDE", target.config.intermediate_size + (not is_wide))
+    form = without_weights(mlp)
+    merged = MergedProducts(form)
+
+    def noting(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph.code)
+        return graph
+
+    @partial(torch.compile, fullgraph=True, backend=noting)
+    def product(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found = functional_call(form, weights, (x,))
+        merged.forget()
+        return found
+
+    x = torch.randn(1, 1, target.config.hidden_size)
+    with torch.no_grad():
+        torch.testing.assert_close(product(merged.weights_of(mlp), x), mlp(x))
+    assert ("in_memory" in graphs[0]) == is_wide
 
 
 def test_neighbours_in_memory_of_two_allocations_are_moved() -> None:

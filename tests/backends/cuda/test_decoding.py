@@ -10,6 +10,7 @@ from tiny import END, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
 import drafthead.infer.decoder  # noqa: F401  (registers the families)
+from drafthead.backends import compiled_target as module
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda import registration
 from drafthead.heads.base import HEADS
@@ -95,6 +96,28 @@ def test_later_parts_of_prompts_are_read_without_masks_where_nothing_is_out_of_r
     longest = max(map(len, prompts))
     ends = [(min(3, longest - start), min(start + 3, longest)) for start in range(3, longest, 3)]
     assert sorted(set(later)) == (ends if without_masks else [])
+
+
+@pytest.mark.parametrize("name", [None, pytest.param("eagle3", marks=pytest.mark.thorough)])
+def test_a_short_prompt_is_read_by_one_recording_whatever_its_length(name, monkeypatch) -> None:
+    monkeypatch.setattr(module, "OF_A_TREE", 4)
+    rehearsal = rehearse(monkeypatch)
+    target = Target(tiny_llama(0, eos_token_id=END, pad_token_id=0))
+    drafter = eagle(target) if name else None
+    task, recorded = {"max_new_tokens": 3}, []
+    compiled = compiled_target(target)
+    if drafter is not None:
+        drafter.compile(compiled)
+    decoder = Decoder(compiled, drafter)
+    read, _ = Target.read, compiled.one_token  # which tells the sizes of a cache
+    for prompt in (list(range(8, 17)), list(range(20, 24)), list(range(30, 41))):
+        expected = OracleDecoder(target).generate([prompt], **task).sequences
+        monkeypatch.setattr(Target, "read", None)  # no pass over the prompt as it is
+        assert decoder.generate([prompt], **task).sequences == expected
+        monkeypatch.setattr(Target, "read", read)
+        recorded.append(rehearsal.recorded)
+    if drafter is None:  # a draft is recorded for how much is new
+        assert recorded == [2, 2, 2], "a part of a prompt, and a step"
 
 
 def test_a_model_that_attends_in_another_way_is_left_with_masks() -> None:

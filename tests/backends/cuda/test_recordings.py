@@ -2,12 +2,13 @@
 
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 import pytest
 import torch
 from rehearsal import Rehearsal
 
+from drafthead.backends.cuda import recordings
 from drafthead.backends.cuda.recordings import (
     MOST_KEPT,
     CaptureError,
@@ -97,6 +98,24 @@ def test_the_recording_that_was_not_used_for_longest_makes_room() -> None:
     assert rehearsal.recorded == 3
     calls(store, *arguments(0, 2, 2), 1)
     assert rehearsal.recorded == 4
+
+
+def test_recordings_of_all_functions_make_room_where_memory_is_short(monkeypatch) -> None:
+    monkeypatch.setattr(recordings, "FEWEST_RECORDINGS", 3)
+    shares = {torch.device("cpu"): 1.0}
+    monkeypatch.setattr(recordings, "free_share", shares.get)
+    monkeypatch.setattr(recordings, "ALL_RECORDINGS", WeakSet())
+    rehearsal, store = Rehearsal(), [torch.zeros(2, 8)]
+    old, new = (Recordings(step, held=[0], capture=rehearsal) for _ in range(2))
+    for calls, widths in ((old, (1, 2, 3, 4)), (new, (1, 2)), (old, (1,))):
+        for width in widths:
+            calls(store, *arguments(0, 2, width), 1)
+    shares[torch.device("cpu")] = 0.01
+    new(store, *arguments(0, 2, 3), 1)
+    kept = {calls: [key[1][0] for key in calls.recordings] for calls in (old, new)}
+    assert kept == {old: [torch.Size([1])], new: [torch.Size([n]) for n in (1, 2, 3)]}
+    new(store, *arguments(0, 2, 4), 1)
+    assert len(old.recordings) + len(new.recordings) == 4, "the last ones stay"
 
 
 def test_rows_that_share_a_table_share_its_place() -> None:

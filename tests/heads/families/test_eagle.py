@@ -6,25 +6,31 @@ cache, batch, tree or mask.
 
 import heapq
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 from laws import law_of_three_tokens, p_value
 from tiny import VOCAB, random_prompts
+from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import smooth_l1_loss
 
 from drafthead.heads.base import HEADS
 from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.errors import UserError
+from drafthead.heads.families import head_drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.families.recurrent.drafter import DraftReader
 from drafthead.heads.families.recurrent.eagle3 import default_taps
 from drafthead.heads.growing.dynamic import TreeGrowth
+from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.heads.layers import decoder_layer
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.sampling import SamplingConfig
 from drafthead.heads.target.features import Features
+from drafthead.heads.target.target import Target
 from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -340,6 +346,34 @@ def test_a_grown_tree_is_what_reading_each_path_afresh_gives(
         assert set(paths_of(tree, row)) == expected
 
 
+def test_parts_of_a_prompt_are_read_alike_without_masks(attentive, target, monkeypatch) -> None:
+    """As on a GPU, whose kernels skip what is hidden where there is no mask."""
+    if attentive.config.window:
+        return  # which needs its mask
+    monkeypatch.setattr(head_drafter, "LONG", 3)
+    ids, given, masks = some_ids(12, 3), [], []
+    attend = decoder_layer.scaled_dot_product_attention
+
+    def noted(queries, keys, values, mask, enable_gqa) -> torch.Tensor:
+        masks.append(mask)
+        return attend(queries, keys, values, mask, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(decoder_layer, "scaled_dot_product_attention", noted)
+    features = features_of(target, ids[:-1], attentive.features_needed)
+    for kernels in (None, SimpleNamespace(most_nodes=0)):
+        drafter = drafter_for(attentive, target)
+        drafter.kernels, drafter.memory = kernels, CacheMemory()
+        reader = DraftReader(drafter, rows=1)
+        for start, end in ((0, 5), (5, 11)):
+            part = features.map(lambda table, s=start, e=end: table[:, s:e])
+            count = torch.tensor([end - start])
+            given.append(reader.read(Committed(ids[None, start + 1 : end + 1], part, count)))
+    for found, expected in zip(given[2:], given[:2], strict=True):
+        torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4)
+    half = len(masks) // 2
+    assert [isinstance(mask, CausalBias) for mask in masks] == [False] * half + [True] * half
+
+
 def test_a_filled_tree_is_what_reading_each_path_afresh_gives(attentive, target) -> None:
     shape = TreeShape.from_paths(
         [(0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)]
@@ -361,6 +395,13 @@ def test_budgets_offer_every_depth_because_each_costs_a_pass(target, make_head) 
     assert Budget(8, 1) in drafter.budgets and Budget(8, 3) in drafter.budgets
     assert max(budget.depth for budget in drafter.budgets) == 3
     assert list(drafter.budgets) == sorted(drafter.budgets)
+
+
+def test_few_budgets_serve_a_gpu_which_records_each(target, make_head, monkeypatch) -> None:
+    monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    drafter = drafter_for(make_head("eagle3", target, depth=6, ttt_steps=1), target)
+    assert {(4, 1), (16, 6), (64, 6)} < {(b.nodes, b.depth) for b in drafter.budgets}
+    assert len(drafter.budgets) == 10
 
 
 # Sessions

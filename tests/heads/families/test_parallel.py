@@ -27,7 +27,7 @@ from drafthead.heads.objectives.losses import overlap
 from drafthead.heads.sampling import RowRandom, SamplingConfig
 from drafthead.heads.target.features import FeatureSpec
 from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
 
@@ -263,6 +263,13 @@ def exact(budget: Budget) -> Growing:
     return Growing(min(budget.depth, 4, budget.nodes - 1), max(1, budget.nodes - 2))
 
 
+def grown(roots: torch.Tensor, scorer, growing: Growing, nodes: int) -> TokenTree:
+    width = scorer.candidates.shape[-1]
+    slots = torch.arange(min(nodes, num_candidates(width, *growing)))
+    tables = best_first_growth(roots, scorer, *growing).tables(slots, growing.levels)
+    return tables.tree(growing.levels, width)
+
+
 @pytest.mark.parametrize("budget", [Budget(2, 1), Budget(9, 4), Budget(24, 4), Budget(40, 2)])
 @pytest.mark.parametrize("kind", [*KINDS, "ties"])
 def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -> None:
@@ -270,7 +277,7 @@ def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -
         scorer = TiedScorer(2, 4, 5)
     else:
         scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
-    tree = best_first_growth(ROOTS, scorer, *exact(budget)).tree(budget.nodes)
+    tree = grown(ROOTS, scorer, exact(budget), budget.nodes)
     for row, root in enumerate(ROOTS.tolist()):
         paths = paths_of(tree, row)
         assert sorted(paths) == sorted(heap_tree(scorer, row, root, budget))
@@ -316,7 +323,7 @@ def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, no
         scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
     needed = exact(Budget(nodes, min(4, nodes - 1)))
     trees = [
-        best_first_growth(ROOTS, scorer, *growing).candidates().best(torch.arange(nodes))
+        best_first_growth(ROOTS, scorer, *growing).best(torch.arange(nodes))
         for growing in (needed, Growing(4, needed.frontier + 9))
     ]
     (*tables, scores), (*others, other_scores) = trees
@@ -325,7 +332,7 @@ def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, no
 
 
 def test_a_tree_that_the_candidates_cannot_fill_stays_smaller() -> None:
-    tree = best_first_growth(torch.tensor([9]), TiedScorer(1, 2, 2), 2, 62).tree(64)
+    tree = grown(torch.tensor([9]), TiedScorer(1, 2, 2), Growing(2, 62), 64)
     assert tree.tokens.shape == (1, 1 + 2 + 4)
     assert (tree.max_depth, tree.width) == (2, 2)
     assert num_candidates(width=2, levels=2, frontier=62) == 1 + 2 + 4

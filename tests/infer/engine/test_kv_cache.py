@@ -94,6 +94,21 @@ def test_masks_of_recorded_passes_have_one_of_few_widths_and_hide_what_follows_t
     assert seen.shape[2] == mask.shape[3]
 
 
+@pytest.mark.parametrize(
+    ("total", "capacity"),
+    [(0, 512), (64 * 16 * 2**10, 1024), (64 * 16 * 2**11 - 1, 1024), (2**40, 4096)],
+)
+def test_where_memory_allows_it_texts_of_all_lengths_begin_with_one_capacity(
+    total: int, capacity: int
+) -> None:
+    """Of two rows of 8 bytes a column; a text of another capacity records its passes again."""
+    for room in (1, 400):
+        cache, states = TreeCache(CacheMemory(total)), torch.zeros(2, 1, 3, 1)
+        cache.update(states, states, 0)
+        cache.commit_prompt(torch.tensor([3, 2]), 3, room)
+        assert cache.keys[0].shape[2] == capacity
+
+
 def test_a_step_cache_writes_at_the_given_columns() -> None:
     keys, values = torch.zeros(1, 1, 6, 1), torch.zeros(1, 1, 6, 1)
     step = StepCache([keys], [values], torch.tensor([2, 3]), end=4)

@@ -11,6 +11,7 @@ from operator import mul
 
 import numpy as np
 import pytest
+import torch
 from planned import NOTHING, size_of
 from scripted import Scripted
 
@@ -20,7 +21,7 @@ from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size, Weighed
 from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run
-from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.engine.step_costs import StepCosts, guessed_node
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}
@@ -444,6 +445,22 @@ def test_the_first_step_gives_the_speed_and_the_next_ones_the_ratios() -> None:
     assert ratio(costs, LARGE) > 2.5, "what is dear with 4 nodes is not cheap with 32"
     known, unknown = (costs.deviations_from(None)[costs.places[size]] for size in (SMALL, LARGE))
     assert known < 0.15 < unknown
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "large"), [("cpu", 1, False), ("cuda", 1, True), ("cuda", 32, False)]
+)
+def test_a_gpu_begins_with_larger_trees_as_long_as_rows_are_few(
+    device: str, rows: int, large: bool
+) -> None:
+    """A good drafter, whose trees of twice as many nodes bring 8 % more tokens."""
+    chances = {
+        Budget(nodes, 3): (0.7 + 0.05 * place, 0.5 + 0.05 * place, 0.3 + 0.05 * place)
+        for place, nodes in enumerate((4, 8, 16, 32, 64))
+    }
+    costs = StepCosts(sizes_with(chances), guessed_node(torch.device(device), rows))
+    best = AdaptivePlan(costs).best()
+    assert best is not None and (best.nodes > 8) == large
 
 
 def test_sizes_that_were_not_timed_are_believed_to_be_as_dear_as_those_that_were() -> None:

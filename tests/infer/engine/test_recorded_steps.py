@@ -27,6 +27,7 @@ from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine import stepper
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.step import Launched
+from drafthead.infer.running_rows import ServedRows
 from drafthead.infer.serving import ServeRequest
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -239,16 +240,19 @@ def test_rows_shrink_to_powers_of_two_where_sizes_must_be_few() -> None:
 
 
 @pytest.mark.parametrize(("place", "allowed"), [("cpu", True), ("cuda", False)])
-def test_passes_on_a_gpu_do_without_an_attention_that_makes_a_plan_for_each_length(
+def test_passes_on_a_gpu_make_no_plan_for_each_length_and_add_up_in_float32(
     place: str, allowed: bool, target: Target, monkeypatch
 ) -> None:
     monkeypatch.setattr(Target, "device", torch.device(place))
+    products = torch.backends.cuda.matmul
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         Decoder(target)
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+        assert products.allow_bf16_reduced_precision_reduction == allowed
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+        products.allow_bf16_reduced_precision_reduction = True
 
 
 @pytest.mark.parametrize(("capability", "old"), [((7, 5), True), ((8, 0), False)])
@@ -258,3 +262,54 @@ def test_chips_before_ampere_have_no_kernels_for_trees(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert is_old(torch.device("cuda")) == old
     assert not is_old(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        "eagle3:own",
+        pytest.param("medusa:tree", marks=pytest.mark.thorough),
+        pytest.param("parallel:own+lookup", marks=pytest.mark.thorough),
+    ],
+)
+def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(
+    name: str, rehearsal: Rehearsal, make_target, make_drafter, monkeypatch
+) -> None:
+    """Seven requests at a time, one after the other: the eighth row is nobody's."""
+    monkeypatch.setattr(stepper, "IDLE_LEAD", 5)
+    target = make_target(seed=0)
+    drafter = None if name == "none" else make_drafter(name, target)
+    alone = Decoder(target, drafter)
+    compiled = CompiledTarget(target)
+    decoder = Decoder(compiled, drafter)
+    decoder.end_ids = alone.end_ids = frozenset()
+    if drafter is not None:
+        drafter.compile(compiled)
+    steps, step = [], ServedRows.step
+
+    def noted(rows: ServedRows) -> None:
+        """A step; what it leaves are the lengths of rows, and whether these are active."""
+        step(rows)
+        active = [row.active for row in rows.stepper.run.batch.running_rows()]
+        steps.append((rows.stepper.lengths, active))
+
+    monkeypatch.setattr(ServedRows, "step", noted)
+    limits, prompts = [14 + 5 * n % 11 for n in range(24)], random_prompts(24)
+    asked = [ServeRequest(*each) for each in zip(prompts, range(24), limits, strict=True)]
+    for answer in decoder.serve(asked, max_rows=7):
+        expected = alone.generate(prompts[answer.id], max_new_tokens=limits[answer.id])
+        assert answer.tokens == expected.sequences[0]
+    assert {len(lengths) for lengths, _ in steps} <= {1, 2, 4, 8}
+    leads = [
+        max(lengths) - max(length for length, on in zip(lengths, active, strict=True) if on)
+        for lengths, active in steps
+        if any(active)
+    ]
+    assert max(leads) <= 5 and sum(not all(active) for _, active in steps) > 20
+
+
+def test_idle_rows_that_have_run_on_become_copies_of_the_shortest() -> None:
+    assert stepper.shortened([900, 80, 60], [False, True, True]) == [2, 1, 2]
+    assert stepper.shortened([330, 80, 60], [False, True, True]) is None
+    assert stepper.shortened([900, 80], [False, False]) is None
