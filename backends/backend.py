@@ -1,4 +1,4 @@
-"""What compiles functions for a CPU and records them for a GPU, as `heads/backend.py` asks."""
+"""What compiles functions for a CPU and records them for a GPU, as `core/backend.py` asks."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -12,10 +12,10 @@ from torch import nn
 from drafthead.backends.compiled import Compiled, kernels_serve
 from drafthead.backends.cpu.substitutions import replacement_of
 from drafthead.backends.cuda.compiled_layers import Fused
-from drafthead.heads.backend import NOTHING, Backend, no_variant
-from drafthead.heads.dims import Spec
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.sampling import draw
+from drafthead.core.backend import NOTHING, Backend, no_variant
+from drafthead.core.dims import Spec
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.sampling import draw
 
 KEPT_DRAWS = "drafthead.backends.cuda.kept_draws"
 

@@ -40,10 +40,10 @@ from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.backends.cuda.recordings import Recordings
 from drafthead.backends.fingerprint import UndescribedError, described, digest, surroundings
-from drafthead.heads.backend import NOTHING, no_variant
-from drafthead.heads.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.disk_cache import reason_against, usable_cache_folder
+from drafthead.core.backend import NOTHING, no_variant
+from drafthead.core.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
+from drafthead.core.errors import UserError
+from drafthead.core.storage.disk_cache import reason_against, usable_cache_folder
 
 CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,

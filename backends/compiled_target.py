@@ -21,14 +21,14 @@ from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
 from drafthead.backends.cpu.substitutions import has_our_products
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
-from drafthead.heads.kv_cache.column_cache import move_columns
-from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.hooks import Taps
-from drafthead.heads.target.masks import LayerMasks
-from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.target.tree_cache import StepCache, TreeCache
-from drafthead.heads.target.weight_state import state_of
-from drafthead.heads.trees.tree import ancestor_mask
+from drafthead.core.kv_cache.column_cache import move_columns
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.hooks import Taps
+from drafthead.core.target.masks import LayerMasks
+from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.target.tree_cache import StepCache, TreeCache
+from drafthead.core.target.weight_state import state_of
+from drafthead.core.trees.tree import ancestor_mask
 
 # Share of their size by which logits may differ that two attention kernels lead to, in bfloat16.
 MOST_DIFFERENT = 0.05

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.core.target import weight_state
+from drafthead.core.target.weight_state import COMMON, PLAIN, weights_of
 from drafthead.heads.base import drafting_fields
-from drafthead.heads.target import weight_state
-from drafthead.heads.target.weight_state import COMMON, PLAIN, weights_of
 
 OURS = Path(inspect.getfile(weight_state)).parents[2]  # the folder of the package
 HOOKS = "_forward_hooks", "_forward_pre_hooks"

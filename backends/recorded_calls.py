@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from drafthead.heads.target.tree_cache import StepCache
+from drafthead.core.target.tree_cache import StepCache
 
 PLAIN = None.__class__, bool, float, str  # no whole numbers, which may be sizes that change
 Form = Any  # of arguments, in JSON

@@ -25,10 +25,10 @@ from datasets import load_from_disk
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.races.record import ROW
 from drafthead.lab.reports.report import Table, number, print_table

@@ -18,8 +18,8 @@ import typer
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one

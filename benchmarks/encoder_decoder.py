@@ -18,10 +18,10 @@ import typer
 from tqdm import trange
 from transformers import T5Config, T5ForConditionalGeneration
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import target_of
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import target_of
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import summed
 from drafthead.infer.drafters.draft_model import DraftModel

@@ -19,12 +19,12 @@ from scripted import Scripted
 from tqdm import tqdm
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.loading import device_named
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.loading import device_named
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one

@@ -30,14 +30,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from drafthead.backends.cuda import compiled_layers
 from drafthead.backends.cuda.recordings import Recording, Recordings
-from drafthead.heads.backend import backend_for
+from drafthead.core.backend import backend_for
+from drafthead.core.sampling import SamplingConfig, draw
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.masks import LayerKind
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.sampling import SamplingConfig, draw
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.masks import LayerKind
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions

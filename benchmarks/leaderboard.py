@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
 from drafthead.heads.base import head_family
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
 from drafthead.lab.reports.report import Table, number
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.features.reading import check_row_length

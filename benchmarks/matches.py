@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import tokenizer_named
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import tokenizer_named
 from drafthead.infer.drafters.lookup import LONGEST, History
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table

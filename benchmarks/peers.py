@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import load_tokenizer
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.gguf_files import model_folder
+from drafthead.core.target.loading import load_tokenizer
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import read_conversations

@@ -15,9 +15,9 @@ import torch
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.target import Target
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading

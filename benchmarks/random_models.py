@@ -3,8 +3,8 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.target.target import Target
 
 # Vocabulary, hidden and inner size, layers, heads, heads of keys, tied embeddings. `SmolLM2` is the
 # shape of SmolLM2-135M, `8B` that of Llama 3.

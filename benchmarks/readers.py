@@ -27,10 +27,10 @@ from typing import IO, Annotated, Any
 import requests
 import typer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check

@@ -14,8 +14,8 @@ import torch
 import typer
 from tqdm import tqdm
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one

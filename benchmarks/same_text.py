@@ -17,9 +17,9 @@ import typer
 from tqdm import tqdm, trange
 
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.machine import describe_machine, describe_versions

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from drafthead.heads.coupling import Choice
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.coupling import Choice
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.growing.static import tree_budgets
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
 class Scripted(Drafter):

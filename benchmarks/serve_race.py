@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from served import ServerProcess, ask, end_with_servers, started
 
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.gguf_files import model_folder
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.gguf_files import model_folder
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.train.data.conversations import read_conversations
 

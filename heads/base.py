@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.registry import Registry
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Path
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
-from drafthead.heads.registry import Registry
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Path
 
 
 class DraftHead(nn.Module, ABC):

@@ -1,6 +1,6 @@
 """drafthead.infer: decoding with draft heads, draft models, prompt lookup, or nothing."""
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import DecodeResult, Logprobs, TextStream
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.stats import DecodeStats

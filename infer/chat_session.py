@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.drafting.drafter import DraftSession
-from drafthead.heads.target.weight_state import state_of
+from drafthead.core.drafting.drafter import DraftSession
+from drafthead.core.target.weight_state import state_of
 from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import next_step, read_prompts

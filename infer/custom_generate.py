@@ -38,10 +38,10 @@ from transformers.generation.utils import (
     GenerationMixin,
 )
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.architecture import cache_argument
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.architecture import cache_argument
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.emissions import put_tokens, refuse_batch
 from drafthead.infer.answers.score_record import RowKind, RowRecord
 from drafthead.infer.engine.batch_run import BatchRun, BeamAnswer, Emitted

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.drafting.drafter import Drafter, NoDrafter
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.processor import end_helpers
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Drafter, NoDrafter
+from drafthead.core.errors import UserError
+from drafthead.core.target.processor import end_helpers
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.answers.emissions import in_time, result_of, streamed
 from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.beams.beam_search import search

@@ -16,20 +16,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.registry import Registry
+from drafthead.core.target.adapters import base_of_adapter
+from drafthead.core.target.any_target import load_target, target_of
+from drafthead.core.target.gguf_files import gguf_file, is_fetched_name
+from drafthead.core.target.loading import configuration_of, load_tokenizer, vocabulary_of
+from drafthead.core.target.one_width import OneWidthTarget
+from drafthead.core.target.processor import tell_of_slow_bfloat16
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats import load_head, recognised
 from drafthead.heads.formats.checkpoint import local_copy, may_be_hub_id
-from drafthead.heads.registry import Registry
-from drafthead.heads.target.adapters import base_of_adapter
-from drafthead.heads.target.any_target import load_target, target_of
-from drafthead.heads.target.gguf_files import gguf_file, is_fetched_name
-from drafthead.heads.target.loading import configuration_of, load_tokenizer, vocabulary_of
-from drafthead.heads.target.one_width import OneWidthTarget
-from drafthead.heads.target.processor import tell_of_slow_bfloat16
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.ngram_table import RECORD

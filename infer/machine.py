@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from drafthead.heads.target.processor import instructions
+from drafthead.core.target.processor import instructions
 
 
 def processor_name() -> str:

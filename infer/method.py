@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer.engine.agreed_plan import AgreedPlan
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts

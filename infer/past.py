@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.drafting.drafter import Drafter, NoDraft, NoDrafter
-from drafthead.heads.drafting.row_state import chosen, leaves
-from drafthead.heads.kv_cache.column_cache import ColumnCache
-from drafthead.heads.target.weight_state import state_of
+from drafthead.core.drafting.drafter import Drafter, NoDraft, NoDrafter
+from drafthead.core.drafting.row_state import chosen, leaves
+from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.target.weight_state import state_of
 from drafthead.infer.engine.loop import Known
 
 # Share of the longest prompt that has to be known: a pass after a cache needs a mask, and takes 10

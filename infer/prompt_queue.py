@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.engine.prefill import PASS_COST, positions_of_a_pass
 from drafthead.infer.past import Past
 from drafthead.infer.tickets import Gain, Ticket, Way, broken_off

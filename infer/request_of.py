@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.context import Context
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.context import Context
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
 from drafthead.infer.request.processors import processors_for

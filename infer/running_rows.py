@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from drafthead.heads.drafting.row_state import chosen
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.row_state import chosen
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted, no_token_in
 from drafthead.infer.engine.loop import next_step, read_prompts

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.request.options import OF_ONE_CALL, DecodeOptions, read_options
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import Options, Request

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.batch_run import Row
 from drafthead.infer.request.request import Request

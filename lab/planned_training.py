@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.planning.dry_setup import DrySetup, dry_setup
 from drafthead.lab.planning.estimate import (
     DiskUse,

@@ -5,9 +5,9 @@ from typing import Unpack
 
 import torch
 
-from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import TargetOutput
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.sampling import SamplingConfig, probabilities
+from drafthead.core.target.target import TargetOutput
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.answers.emissions import in_time
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder

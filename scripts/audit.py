@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
-    from drafthead.heads.target.target import Target
+    from drafthead.core.target.target import Target
     from drafthead.lab.servers.asked import AskedServer
 
 
@@ -49,7 +49,7 @@ def main(
     """
     import json
 
-    from drafthead.heads.storage.files import write_text
+    from drafthead.core.storage.files import write_text
     from drafthead.lab.races.record import describe_run
     from drafthead.lab.reports.report import print_table
     from drafthead.lab.reports.run_page import findings_table

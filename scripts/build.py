@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts.older_words import renewed
 from drafthead.scripts.options import InterruptedVerbError, with_groups
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 PROMPTS, THEORY_PROMPTS = 20, 8  # unless the user says how many
@@ -91,7 +91,7 @@ def run_race(
     output: Path,
 ) -> None:
     """Race, print the table and write it; raises UserError for what cannot take part."""
-    from drafthead.heads.target.any_target import load_target
+    from drafthead.core.target.any_target import load_target
     from drafthead.infer.loaded import DEFAULT_CHAIN
     from drafthead.lab.races import racing, record
     from drafthead.lab.races.race import RaceTerms

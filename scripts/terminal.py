@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.printing import shown, visible
 from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
 from drafthead.infer.chat_session import ChatSession

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 # When the user gives none.
@@ -94,8 +94,8 @@ def main(
     traversal with a draft model or own layers that are not compiled. Trees have 16 nodes unless
     --tree-nodes says otherwise. The exit status is 0 for PASS and 1 for FAIL.
     """
-    from drafthead.heads.sampling import SamplingConfig
-    from drafthead.heads.target.any_target import target_of
+    from drafthead.core.sampling import SamplingConfig
+    from drafthead.core.target.any_target import target_of
     from drafthead.infer.request.prompts import encode_one
     from drafthead.infer.verifiers import verifier_for
     from drafthead.lab.exactness.exactness import Effort, SampledPair, evidence_of

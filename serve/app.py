@@ -27,7 +27,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.serve import responses
 from drafthead.serve.connections import Connection, most_connections

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from drafthead.heads.target.chat_template import reads
+from drafthead.core.target.chat_template import reads
 from drafthead.infer import Decoder
 from drafthead.infer.request.options import DecodeOptions, read_options
 from drafthead.infer.request.prompts import encode

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from drafthead.heads.coupling import Choice
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.host import to_host
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import NO_FEATURES
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.core.coupling import Choice
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.host import to_host
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import NO_FEATURES
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import TreeCache
+from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.prefill import padded, prefill
 
 

@@ -21,11 +21,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import RowRandom, probabilities
-from drafthead.heads.target.any_target import target_of
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, probabilities
+from drafthead.core.target.any_target import target_of
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup

@@ -14,29 +14,30 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-# A layer -> the layers that it may import beside itself. What decodes and trains (heads, infer,
-# train) never imports backends, contrib or lab: they are found by name.
+# A layer -> the layers that it may import beside itself. What decodes and trains (core, heads,
+# infer, train) never imports backends, contrib or lab: they are found by name.
 MAY_IMPORT = {
-    "heads": set[str](),
-    "backends": {"heads"},
-    "infer": {"heads"},
-    "contrib": {"heads", "infer"},
-    "train": {"heads", "infer"},
-    "lab": {"heads", "backends", "infer", "contrib", "train"},
-    "serve": {"heads", "infer"},
-    "scripts": {"heads", "backends", "infer", "contrib", "train", "lab", "serve"},
+    "core": set[str](),
+    "heads": {"core"},
+    "backends": {"core", "heads"},
+    "infer": {"core", "heads"},
+    "contrib": {"core", "heads", "infer"},
+    "train": {"core", "heads", "infer"},
+    "lab": {"core", "heads", "backends", "infer", "contrib", "train"},
+    "serve": {"core", "heads", "infer"},
+    "scripts": {"core", "heads", "backends", "infer", "contrib", "train", "lab", "serve"},
 }
 LAYERS = list(MAY_IMPORT)
 # What one step of decoding needs: trees, drafting, cache, sampling, target, engine, rules, request.
 ONE_STEP = (
-    "heads/trees/",
-    "heads/drafting/",
-    "heads/kv_cache/",
-    "heads/sampling.py",
-    "heads/coupling.py",
-    "heads/target/target.py",
-    "heads/target/tree_cache.py",
-    "heads/backend.py",
+    "core/trees/",
+    "core/drafting/",
+    "core/kv_cache/",
+    "core/sampling.py",
+    "core/coupling.py",
+    "core/target/target.py",
+    "core/target/tree_cache.py",
+    "core/backend.py",
     "infer/engine/",
     "infer/verifiers/",
     "infer/decoder.py",
@@ -99,7 +100,7 @@ class Module:
         self.lines, self.tree = text.splitlines(), ast.parse(text)
         parts = path.with_suffix("").parts
         self.name = ".".join(["drafthead", *(parts[:-1] if path.stem == "__init__" else parts)])
-        self.room = "/".join(parts[:2]) if len(parts) > 2 else ""  # "heads/trees"
+        self.room = "/".join(parts[:2]) if len(parts) > 2 else ""  # "core/trees"
 
     @cached_property
     def imports(self) -> list[tuple[str, ...]]:

@@ -17,10 +17,10 @@ from durations import Durations
 from stages import moved_by_file
 from steady import steady_clock
 
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.sampling import RowRandom, sample
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.sampling import RowRandom, sample
-from drafthead.heads.target.target import Target
 from drafthead.train.draft_models.student import FAMILY
 
 

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
 
+from drafthead.core.target.target import Target
 from drafthead.heads.formats import load_head
 from drafthead.heads.formats.checkpoint import weight_files
 from drafthead.heads.formats.drafthead import save_head
-from drafthead.heads.target.target import Target
 
 EXAMPLES = [
     Written("medusa", "medusa", "medusa"),

@@ -29,7 +29,7 @@ from case_checks import CHECKS
 from cases import Case, default_of, drawn
 from steady import steady_clock
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 # Why a head cannot be made for a target that plain decoding answers with.
 NO_HEAD = ("has no MTP layer", "carries several streams")

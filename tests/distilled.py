@@ -12,7 +12,7 @@ from tiny import byte_tokenizer, tiny_llama
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource

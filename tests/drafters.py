@@ -10,11 +10,11 @@ from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import Translator
 from drafthead.contrib.own_layers.own_layers import OwnLayers
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens
 from drafthead.infer.drafters.lookup import PromptLookup

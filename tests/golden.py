@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 

@@ -10,11 +10,11 @@ import torch
 from tiny import VOCAB
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 
 

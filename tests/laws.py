@@ -3,8 +3,8 @@
 import torch
 from scipy.stats import chisquare
 
-from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import Target
+from drafthead.core.sampling import SamplingConfig, probabilities
+from drafthead.core.target.target import Target
 
 
 def law_of_three_tokens(

@@ -14,8 +14,8 @@ from stages import Mutation, read_stages
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
-    ".typing", "backends", "benchmarks", "configs", "contrib", "docs", "heads", "infer", "lab",
-    "scripts", "serve", "tests", "train",
+    ".typing", "backends", "benchmarks", "configs", "contrib", "core", "docs", "heads", "infer",
+    "lab", "scripts", "serve", "tests", "train",
 )  # fmt: skip
 LINKED = ("assets",)  # large, and nothing writes there
 FAILED = 1  # tests, says pytest; other numbers are of other faults

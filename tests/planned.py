@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.trees.guesses import Guesses, GuessTree
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.trees.guesses import Guesses, GuessTree
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.engine.planner import Planner
 

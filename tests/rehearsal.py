@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drafthead.backends.compiled import Compiled, Made, within
 from drafthead.backends.cuda.recordings import WARM_UPS, Recordings
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import CacheMemory
 
 
 class Rehearsal:

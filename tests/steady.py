@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
 from drafthead.infer.engine.planner import PlannedDecoding
 from drafthead.infer.timing import plans
 

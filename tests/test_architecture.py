@@ -20,8 +20,8 @@ from code_figures import (
     upward_imports,
 )
 
-from drafthead.heads.drafting.drafter import Drafter, DraftSession
-from drafthead.heads.drafting.row_state import RowState
+from drafthead.core.drafting.drafter import Drafter, DraftSession
+from drafthead.core.drafting.row_state import RowState
 
 MODULES = all_modules()
 FILES = [ROOT / module.path for module in MODULES]
@@ -68,7 +68,7 @@ def test_circles_are_found(imports: dict[str, str]) -> None:
 
 # What no step reads: how models are found and loaded, what options say, what becomes of answers.
 NOT_FOR_STEPS = re.compile(
-    r"heads/(storage|growing|families|formats|layers|objectives)/|heads/target/(loading|gguf|adapt)|"
+    r"heads/(storage|growing|families|formats|layers|objectives)/|core/target/(loading|gguf|adapt)|"
     r"infer/(answers|beams|drafters|timing)/|infer/request/(?!request|stopping)|infer/\w+\.py"
 )
 

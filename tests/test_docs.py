@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.loaded import head_drafter
 from drafthead.infer.verifiers import VERIFIERS

@@ -17,9 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 
 VOCAB, HIDDEN, END = 64, 32, 7
 # Wide at the root, narrow below: siblings, cousins and an only child.

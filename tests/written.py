@@ -8,10 +8,10 @@ import torch
 from tiny import VOCAB, llama_config
 from transformers import LlamaForCausalLM
 
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target.target import Target
 
 LAYERS = 8
 TARGET = llama_config(num_hidden_layers=LAYERS, initializer_range=0.15)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from drafthead.heads.substitution import Substituting, Substitution
-from drafthead.heads.target.processor import bfloat16_instructions
+from drafthead.core.substitution import Substituting, Substitution
+from drafthead.core.target.processor import bfloat16_instructions
 
 
 @dataclass(frozen=True)

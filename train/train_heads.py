@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from drafthead.heads.target.weights_hash import weights_fingerprint
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.train.data.training_rows import Sources, check_writers, training_data
 from drafthead.train.features.kept import kept_features
 from drafthead.train.features.reading import load_target

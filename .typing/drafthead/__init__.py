@@ -1,6 +1,7 @@
 """Speculative decoding: draft heads for frozen language models, and exact decoding with them.
 
-`drafthead.infer` decodes, `drafthead.train` trains, `drafthead.heads` has what both share.
+`drafthead.infer` decodes, `drafthead.train` trains, `drafthead.heads` has the heads and
+`drafthead.core` what all of them share.
 """
 
 from importlib.metadata import version

@@ -16,7 +16,7 @@ from torch._inductor import config
 
 from drafthead.backends.cpu.layouts import Layout
 from drafthead.backends.cpu.recipes import Recipe, cooked, has_gap
-from drafthead.heads.storage.disk_cache import cache_folder, read_cached, write_cached
+from drafthead.core.storage.disk_cache import cache_folder, read_cached, write_cached
 
 logger = logging.getLogger(__name__)
 

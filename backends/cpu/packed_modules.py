@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
 from drafthead.backends.cpu.substitutions import added, can_be_bytes, can_be_packed, has_mask
-from drafthead.heads.target.weight_state import weights_of
+from drafthead.core.target.weight_state import weights_of
 
 ATTENTION = "drafthead_cpu"
 # Layers that compute what Llama's do, some with a bias or with norms of queries and keys.

@@ -27,18 +27,18 @@ from drafthead.backends.cpu.packed_modules import (
 )
 from drafthead.backends.cpu.substitutions import CpuKernels, has_our_products, replacement_of
 from drafthead.backends.cpu.threads import threads
-from drafthead.heads.backend import NOTHING, Backend, no_variant
-from drafthead.heads.dims import Spec
-from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.column_cache import move_columns
-from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, find_module
-from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.hooks import in_this_thread
-from drafthead.heads.target.masks import LayerMasks
-from drafthead.heads.target.one_width import is_alike
-from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.target.weight_state import state_of
+from drafthead.core.backend import NOTHING, Backend, no_variant
+from drafthead.core.dims import Spec
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.column_cache import move_columns
+from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, find_module
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.hooks import in_this_thread
+from drafthead.core.target.masks import LayerMasks
+from drafthead.core.target.one_width import is_alike
+from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.target.tree_cache import TreeCache
+from drafthead.core.target.weight_state import state_of
 
 # Share by which what a layer adds to its input may differ from the model's own, in bfloat16.
 MOST_DIFFERENT = 0.05

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from drafthead.backends.fingerprint import UndescribedError
-from drafthead.heads.target.weight_state import weights_of
+from drafthead.core.target.weight_state import weights_of
 
 Recipe = Any  # JSON
 # Sources of constants by their place in memory and their form.

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, MOST, NORM_MULTIPLE
 from drafthead.backends.cpu.kernels.packing import packed_once
-from drafthead.heads import sampling
-from drafthead.heads.kv_cache.column_cache import additive, move_columns
-from drafthead.heads.substitution import Substituting, Substitution
-from drafthead.heads.target.seven_bits import MULTIPLE
+from drafthead.core import sampling
+from drafthead.core.kv_cache.column_cache import additive, move_columns
+from drafthead.core.substitution import Substituting, Substitution
+from drafthead.core.target.seven_bits import MULTIPLE
 
 
 class CpuKernels(Substituting):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from drafthead.heads.target.processor import OPENMP
+from drafthead.core.target.processor import OPENMP
 
 WINDOW = 0.1  # seconds over which waiting is added up
 TOLERATED = 0.25  # seconds of waiting a second, for each thread of a call

@@ -32,8 +32,8 @@ from drafthead.backends.recorded_calls import (
     replaced,
     tensors_of,
 )
-from drafthead.heads.substitution import Substituting, Substitution
-from drafthead.heads.target.tree_cache import StepCache
+from drafthead.core.substitution import Substituting, Substitution
+from drafthead.core.target.tree_cache import StepCache
 
 # At one row inductor then makes matrix products its own, with norms and residuals fused into them.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}

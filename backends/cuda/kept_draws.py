@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from drafthead.heads import sampling
-from drafthead.heads.sampling import NO_TOKEN, arrival_times
+from drafthead.core import sampling
+from drafthead.core.sampling import NO_TOKEN, arrival_times
 
 WIDTH, WARPS = 8192, 16  # numbers that one program reads together
 ZEROS = {torch.bfloat16: 16, torch.float16: 13}  # lowest bits that say nothing, as float32

@@ -26,9 +26,9 @@ from drafthead.backends.cuda.tree_attention import (
     ancestor_bits,
     tree_attention,
 )
-from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.column_cache import Growing
-from drafthead.heads.target.masks import LayerKind, LayerMasks, uses_alibi
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.column_cache import Growing
+from drafthead.core.target.masks import LayerKind, LayerMasks, uses_alibi
 
 NAME, LATER = "drafthead_tree", "drafthead_later"
 TYPES = torch.bfloat16, torch.float16, torch.float32

@@ -14,10 +14,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.backends.cuda import MOST_NODES
 from drafthead.backends.cuda.recordings import place_of
-from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.column_cache import Growing
-from drafthead.heads.target.masks import LayerKind, LayerMasks
-from drafthead.heads.target.tree_cache import StepCache
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.column_cache import Growing
+from drafthead.core.target.masks import LayerKind, LayerMasks
+from drafthead.core.target.tree_cache import StepCache
 
 if TYPE_CHECKING:
     from drafthead.backends.cuda.commit import CacheTable

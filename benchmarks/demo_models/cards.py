@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from demo_models.training import Recipe
-from drafthead.heads.storage.files import write_text
+from drafthead.core.storage.files import write_text
 
 HEADER = """---
 license: apache-2.0

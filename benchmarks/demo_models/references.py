@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from demo_models.corpus import Pair, read_corpus
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 
 
 def references(lines: list[str], pairs: list[Pair]) -> list[str]:

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from demo_models.training import IGNORE, LEARN, UNLEARN, Example, Recipe, TrainingRun
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.target import Target
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import repeated_ngram_share, repeats
 from drafthead.infer.request.prompts import encode_one

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from demo_models.rollouts import ASKED, Polishing, greedy_behaviour, polish
 from demo_models.training import Recipe
-from drafthead.heads.storage.files import write_text
+from drafthead.core.storage.files import write_text
 from drafthead.train.optimizers import OptimizerConfig
 
 OPTIMIZER = OptimizerConfig(

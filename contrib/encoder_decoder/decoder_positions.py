@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from drafthead.heads.target.hooks import in_this_thread
-from drafthead.heads.target.masks import key_positions
+from drafthead.core.target.hooks import in_this_thread
+from drafthead.core.target.masks import key_positions
 
 # The arguments with which modules of transformers can be told positions.
 BIAS, NUMBERS = "position_bias", "position_ids"

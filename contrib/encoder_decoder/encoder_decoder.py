@@ -22,16 +22,16 @@ from drafthead.contrib.encoder_decoder.decoder_positions import (
     position_table,
 )
 from drafthead.contrib.encoder_decoder.source_cache import SourceCache, SourceStates, for_decoder
-from drafthead.heads.errors import UserError
-from drafthead.heads.host import to_host
-from drafthead.heads.target.any_target import ENCODER_DECODER, TARGETS
-from drafthead.heads.target.architecture import cache_argument
-from drafthead.heads.target.features import NO_FEATURES, FeatureSpec
-from drafthead.heads.target.hooks import Place, Taps, evaluating, hook_lock
-from drafthead.heads.target.logit_finish import sample_ids
-from drafthead.heads.target.masks import MASKED_ATTENTION, LayerMasks
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.core.errors import UserError
+from drafthead.core.host import to_host
+from drafthead.core.target.any_target import ENCODER_DECODER, TARGETS
+from drafthead.core.target.architecture import cache_argument
+from drafthead.core.target.features import NO_FEATURES, FeatureSpec
+from drafthead.core.target.hooks import Place, Taps, evaluating, hook_lock
+from drafthead.core.target.logit_finish import sample_ids
+from drafthead.core.target.masks import MASKED_ATTENTION, LayerMasks
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import TreeCache
 
 
 class EncoderDecoderTarget(Target):

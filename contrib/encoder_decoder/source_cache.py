@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from drafthead.heads.kv_cache.column_cache import ColumnCache, additive
-from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.core.kv_cache.column_cache import ColumnCache, additive
+from drafthead.core.target.tree_cache import TreeCache
 
 
 class SourceStates(NamedTuple):

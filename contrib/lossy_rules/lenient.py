@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import RowRandom
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, register_verifier
 from drafthead.infer.verifiers.rejection import reject_recursively
 

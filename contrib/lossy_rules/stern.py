@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import RowRandom, most_probable
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, most_probable
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import (
     Acceptance,
     at_parents,

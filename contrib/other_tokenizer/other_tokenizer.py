@@ -17,15 +17,15 @@ from torch.nn.utils.rnn import pad_sequence
 from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
-from drafthead.heads.coupling import Choice
-from drafthead.heads.drafting.drafter import Committed, DraftSession
+from drafthead.core.coupling import Choice
+from drafthead.core.drafting.drafter import Committed, DraftSession
+from drafthead.core.host import to_host
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.guesses import GuessTree, token_tree
+from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.heads.growing.static import chain_budgets
-from drafthead.heads.host import to_host
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.guesses import GuessTree, token_tree
-from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer.drafters.draft_model import DraftModel, DraftModelSession
 from drafthead.infer.drafters.level_drafter import grown_budgets
 from drafthead.infer.drafters.model_drafter import MODEL_DRAFTERS, OTHER_TOKENIZER

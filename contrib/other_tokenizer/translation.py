@@ -12,7 +12,7 @@ from itertools import takewhile
 from tokenizers.decoders import DecodeStream
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.request.text_pieces import waiting_tokens
 
 # Characters at the end of a text whose tokens may change when it goes on, and as many before them

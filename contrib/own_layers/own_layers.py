@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from drafthead.contrib.own_layers.part import part_of, refuse_other_layers
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
 from drafthead.infer.loaded import Fitting, register_drafter
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.architecture import (
+from drafthead.core.errors import UserError
+from drafthead.core.target.architecture import (
     LAYER_NAMES,
     find_decoder,
     keep_layers,
     with_own_children,
 )
-from drafthead.heads.target.hooks import evaluating, hook_lock, in_this_thread, share_lock
-from drafthead.heads.target.target import Target
+from drafthead.core.target.hooks import evaluating, hook_lock, in_this_thread, share_lock
+from drafthead.core.target.target import Target
 
 CHECKED = 4  # tokens that a part reads to show that it is one
 

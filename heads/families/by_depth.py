@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.heads.objectives.anchors import labels_at
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn.attention.bias import CausalBias
 
-from drafthead.heads.backend import EAGER, Backend, TreeKernels, backend_for
+from drafthead.core.backend import EAGER, Backend, TreeKernels, backend_for
+from drafthead.core.coupling import Choice
+from drafthead.core.dims import Spec
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import CacheColumns, visible_columns
+from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TreeShape
 from drafthead.heads.base import DraftHead, drafting_fields
-from drafthead.heads.coupling import Choice
-from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
 from drafthead.heads.growing.levels import Level, levels_of
 from drafthead.heads.growing.static import StaticTrees
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import frequencies_in
-from drafthead.heads.sampling import DRAFT_SUPPORT, RowRandom
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TreeShape
 
 # More positions than any tree brings: a part of a prompt, and seldom of the same length again.
 LONG = 64

@@ -11,10 +11,10 @@ from typing import ClassVar, Self
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession
-from drafthead.heads.host import to_host
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.target.features import Features
+from drafthead.core.drafting.drafter import Committed, DraftSession
+from drafthead.core.host import to_host
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.target.features import Features
 
 # Positions that are not worth cutting off: to read them all costs as much as to read one.
 FEW = 8

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import let_others_read
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
 from drafthead.heads.formats.files import CONFIG_FILE
 from drafthead.heads.formats.keys import WRITTEN, Keys, Reasons
-from drafthead.heads.storage.files import let_others_read
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Path as TreePath
 
 Tensors = dict[str, torch.Tensor]  # by name
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"  # the file names of most formats

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.formats.base import (
     Foreign,

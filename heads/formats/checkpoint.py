@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
-from drafthead.heads.errors import UserError, first_line
+from drafthead.core.errors import UserError, first_line
 from drafthead.heads.formats.files import (
     CONFIG_FILE,
     INDEX,

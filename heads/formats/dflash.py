@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.formats.base import (
     Export,

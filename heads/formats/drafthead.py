@@ -18,8 +18,11 @@ import torch
 from pydantic import ConfigDict, Field, create_model
 from safetensors.torch import save_file
 
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import let_others_read, replacing, write_text
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.base import DraftHead, head_family
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.base import WEIGHTS, Foreign, Format, TargetFacts, register_format
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
@@ -38,9 +41,6 @@ from drafthead.heads.formats.keys import (
 )
 from drafthead.heads.formats.rope import RopeKeys, known_rope
 from drafthead.heads.objectives.batch import MAX_RANK
-from drafthead.heads.storage.files import let_others_read, replacing, write_text
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Path as TreePath
 
 VERSION = 1
 ACCEPTANCE_FILE = "acceptance.json"

@@ -18,7 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
     DEPTH,
@@ -59,7 +60,6 @@ from drafthead.heads.formats.layers import (
     without_output_bias,
 )
 from drafthead.heads.formats.printing import shown
-from drafthead.heads.target.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers ignore

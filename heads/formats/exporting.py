@@ -6,20 +6,20 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.storage.files import fresh_folder
+from drafthead.core.target.context import Context
+from drafthead.core.target.features import Features
+from drafthead.core.target.logit_finish import Finish
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import known
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.base import DraftHead
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.base import FORMATS, Export, Probe, TargetFacts, WritableFormat
 from drafthead.heads.formats.loading import build_head, read_foreign
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.storage.files import fresh_folder
-from drafthead.heads.target.context import Context
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.logit_finish import Finish
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import known
-from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 POSITIONS = 12  # of the target before the probe's root
 TOLERANCE = 1e-3  # of log-probabilities in float32, relative to their spread where that is above 1

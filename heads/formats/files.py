@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.keys import Keys
 from drafthead.heads.formats.printing import shown
 

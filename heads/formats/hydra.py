@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import torch
 from torch.nn.functional import silu
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.families.sequential.hydra import HydraConfig
 from drafthead.heads.formats.base import (
     Export,
@@ -30,7 +31,6 @@ from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Count, Keys, only
 from drafthead.heads.formats.layers import PlainLayers
 from drafthead.heads.layers.decoder_layer import LayerConfig
-from drafthead.heads.target.target import Target
 
 PREFIX = "prefix_embeding_layer."  # the official spelling
 LAYER = PREFIX + "layers.0."

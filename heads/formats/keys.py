@@ -15,7 +15,7 @@ A class that inherits `Keys` declares them as fields, and `of` reads them:
 Shape(hidden_size=64, bias=False)
 >>> Shape.of({"hidden_size": "64"}, Path("config.json"))
 Traceback (most recent call last):
-drafthead.heads.errors.UserError: config.json: hidden_size is '64', but must be a valid integer
+drafthead.core.errors.UserError: config.json: hidden_size is '64', but must be a valid integer
 """
 
 import json
@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.printing import shown
 
 # Larger numbers would be a mistake, and might take memory or time without end.

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.base import Tensors
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch.nn.functional import silu
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.heads.formats.base import (
     Export,

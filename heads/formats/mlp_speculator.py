@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch.nn.functional import gelu
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.families.sequential.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
 from drafthead.heads.formats.base import (
     PICKLE,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.configuration_utils import PretrainedConfig
 
-from drafthead.heads.errors import UserError, first_line
+from drafthead.core.errors import UserError, first_line
 from drafthead.heads.families.recurrent.mtp import MtpConfig, MtpHead
 from drafthead.heads.formats.base import (
     DEPTH,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 LONGEST_VALUE, LONGEST_SENTENCE = 80, 480  # characters
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Keys, Place, Positive, Reasons, only
 from drafthead.heads.formats.printing import shown

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import Field
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.heads.formats import block_parallel, eagle3
@@ -38,7 +39,6 @@ from drafthead.heads.formats.keys import (
     only,
 )
 from drafthead.heads.formats.layers import SLIDING, layer_keys, window_keys, with_output_bias
-from drafthead.heads.target.target import Target
 
 KIND = "speculators_model_type"
 EAGLES, BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark")

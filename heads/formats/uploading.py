@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.base import Foreign, TargetFacts
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.formats.printing import printable

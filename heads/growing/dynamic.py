@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeTables
+from drafthead.core.trees.tree import Budget, TokenTree, TreeTables
 
 Children = tuple[torch.Tensor, torch.Tensor]  # log-probabilities and tokens [B, F, k] of F nodes'
 # Passes over newly opened nodes of a depth: (tokens [B, F], places [B, F] of their parents among

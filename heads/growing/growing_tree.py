@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from drafthead.heads.trees.guesses import GuessTree
+from drafthead.core.trees.guesses import GuessTree
 
 
 class Following(Protocol):

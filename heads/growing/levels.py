@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import torch
 
-from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.sampling import (
+from drafthead.core.coupling import Choice, NextDraws
+from drafthead.core.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draft_distribution,
     draw_without_replacement,
 )
-from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.core.trees.tree import TokenTree, TreeShape
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import math
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, Path, TreeShape, free_budget
+from drafthead.core.errors import UserError
+from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget, Path, TreeShape, free_budget
 
 # The choices that Medusa publishes for Vicuna 7B and Hydra takes over, in their order: ranks of the
 # guesses at depth 1, 2, ... Heads of other targets are served with them, too.

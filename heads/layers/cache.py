@@ -6,10 +6,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from drafthead.heads.drafting.drafter import LateTokens
-from drafthead.heads.host import to_host
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import ColumnCache
+from drafthead.core.drafting.drafter import LateTokens
+from drafthead.core.host import to_host
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import ColumnCache
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 

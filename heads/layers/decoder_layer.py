@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafthead.heads.kv_cache.column_cache import Growing
-from drafthead.heads.target.target import Target
+from drafthead.core.kv_cache.column_cache import Growing
+from drafthead.core.target.target import Target
 
 # Ways to scale rotary positions that do not depend on how a target divides its head dimension.
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")

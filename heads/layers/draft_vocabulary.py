@@ -12,9 +12,9 @@ most probable token cannot be guessed, which is the same for greedy answers, and
 import torch
 from torch import nn
 
+from drafthead.core.target.target import Target
 from drafthead.heads.objectives.batch import MAX_RANK
 from drafthead.heads.objectives.losses import TokenLoss, ranks_of
-from drafthead.heads.target.target import Target
 
 
 def most_frequent(token_counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,15 +17,15 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.layers.decoder_layer import Rotation, Store
-from drafthead.heads.target.architecture import (
+from drafthead.core.errors import UserError
+from drafthead.core.target.architecture import (
     LAYER_NAMES,
     cache_argument,
     find_module,
     keep_layers,
 )
-from drafthead.heads.target.masks import layer_kinds
+from drafthead.core.target.masks import layer_kinds
+from drafthead.heads.layers.decoder_layer import Rotation, Store
 
 # Models with code of their own whose layers are those of another model, which transformers has.
 LIKE = {"mimo": "qwen2"}

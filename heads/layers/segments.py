@@ -5,7 +5,7 @@
 
 import torch
 
-from drafthead.heads.kv_cache.column_cache import additive
+from drafthead.core.kv_cache.column_cache import additive
 
 
 def seen_in_segments(segments: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from drafthead.heads.substitution import Substituting, Substitution
+from drafthead.core.substitution import Substituting, Substitution
 
 TILE = 64  # queries; of 32 to 128 the quickest for rows of 768 tokens
 FEWEST_SCORES = 2**16  # of a row's mask that is worth tiling

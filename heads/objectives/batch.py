@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.target.features import Features
+from drafthead.core.target.features import Features
 
 # Guesses beyond this rank are never put into a tree.
 MAX_RANK = 10

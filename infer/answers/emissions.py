@@ -8,7 +8,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.request.stopping import FinishReason
 

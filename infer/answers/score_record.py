@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from drafthead.heads.sampling import SamplingConfig, warped
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
+from drafthead.core.sampling import SamplingConfig, warped
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.prefill import padded, read_chunk
 

@@ -14,14 +14,14 @@ from itertools import islice
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession, at_last
-from drafthead.heads.errors import UserError
-from drafthead.heads.host import to_host
-from drafthead.heads.kv_cache.column_cache import ColumnCache
-from drafthead.heads.sampling import NO_TOKEN
-from drafthead.heads.target.features import Features
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, at_last
+from drafthead.core.errors import UserError
+from drafthead.core.host import to_host
+from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.sampling import NO_TOKEN
+from drafthead.core.target.features import Features
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.beams.beam_round import (
     BeamRules,
     Beams,

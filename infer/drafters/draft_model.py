@@ -9,12 +9,12 @@ from typing import Self
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
-from drafthead.heads.errors import UserError
+from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
+from drafthead.core.errors import UserError
+from drafthead.core.host import to_host
+from drafthead.core.target.features import NO_FEATURES, Features
+from drafthead.core.target.target import Target
 from drafthead.heads.families.late_reader import Unread
-from drafthead.heads.host import to_host
-from drafthead.heads.target.features import NO_FEATURES, Features
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
 from drafthead.infer.engine.prefill import prefill
 

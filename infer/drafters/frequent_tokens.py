@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.architecture import with_own_children
+from drafthead.core.target.target import Target
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.target.architecture import with_own_children
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel
 
 DRAFT_IDS_FILE, DRAFT_IDS = "draft_ids.json", "draft_ids"  # beside the model; its only key

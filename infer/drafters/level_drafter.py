@@ -14,21 +14,21 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.errors import UserError
-from drafthead.heads.growing.dynamic import Children, as_values, dynamic_tree
-from drafthead.heads.growing.static import chain_budgets
-from drafthead.heads.sampling import (
+from drafthead.core.coupling import Choice, NextDraws
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draft_distribution,
     draw_without_replacement,
 )
-from drafthead.heads.target.features import NO_FEATURES
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
+from drafthead.core.target.features import NO_FEATURES
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
+from drafthead.heads.growing.dynamic import Children, as_values, dynamic_tree
+from drafthead.heads.growing.static import chain_budgets
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 
 # Nodes of a tree for each level, and the most nodes of a level that get children.

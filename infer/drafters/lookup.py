@@ -14,16 +14,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.errors import UserError
+from drafthead.core.coupling import Choice, NextDraws
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.errors import UserError
+from drafthead.core.host import to_host
+from drafthead.core.sampling import RowRandom, SamplingConfig, draft_distribution, sample
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.trees.guesses import Guesses, GuessTree
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.growing.static import free_budgets
-from drafthead.heads.host import to_host
-from drafthead.heads.sampling import RowRandom, SamplingConfig, draft_distribution, sample
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.trees.guesses import Guesses, GuessTree
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 MAX_NGRAM = 3  # that the index holds; longer matches are found from these
 LONGEST = 32  # tokens of a match: longer ones count as this long

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.registry import Registry
-from drafthead.heads.target.any_target import load_target
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.registry import Registry
+from drafthead.core.target.any_target import load_target
+from drafthead.core.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel, same_tokenizer
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens, read_draft_vocabulary
 

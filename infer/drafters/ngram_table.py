@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 
 # Tokens of the longest n-grams, the next one included. More are no use: of 2.2 million tokens most
 # longer contexts were seen once, and n-grams of 7 guessed worse than those of 5.

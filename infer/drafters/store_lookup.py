@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from drafthead.core.trees.guesses import GuessTree
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import TREE_SIZES, free_budgets
-from drafthead.heads.trees.guesses import GuessTree
 from drafthead.infer.drafters.lookup import History, Lookup, MatchRecord
 from drafthead.infer.drafters.ngram_table import NgramTable, Record
 

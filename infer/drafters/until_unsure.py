@@ -25,8 +25,8 @@ from statistics import fmean
 
 import torch
 
-from drafthead.heads.host import to_host
-from drafthead.heads.trees.tree import UNMEASURED_ALPHA
+from drafthead.core.host import to_host
+from drafthead.core.trees.tree import UNMEASURED_ALPHA
 from drafthead.infer.engine.draft_acceptance import FIRST_WEIGHT, MEMORY, Calibration
 
 STOP_WEIGHT = 0.1  # of a level that was not drafted, as which the first belief counts again

@@ -13,16 +13,16 @@ from dataclasses import replace
 
 import torch
 
-from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.coupling import Choice, NextDraws
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.host import to_host
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.trees.guesses import GuessTree, token_tree
+from drafthead.core.trees.recipe import Proposal, known
+from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
-from drafthead.heads.host import to_host
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.guesses import GuessTree, token_tree
-from drafthead.heads.trees.recipe import Proposal, known
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from drafthead.heads.trees.guesses import Guesses
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.trees.guesses import Guesses
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.planner import Planner, Propose
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import NO_TOKEN, RowRandom
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import NO_TOKEN, RowRandom
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import FinishReason, Stop

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from drafthead.heads.trees.guesses import GuessTree
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.trees.guesses import GuessTree
+from drafthead.core.trees.tree import Budget
 
 Size = Budget | None  # None: a step without a draft
 Table = NDArray[np.float64]

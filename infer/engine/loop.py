@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from drafthead.heads.drafting.drafter import Drafter, DraftSession
-from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.core.drafting.drafter import Drafter, DraftSession
+from drafthead.core.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import prefill_drafter

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.heads.trees.tree import PADDING, TokenTree
+from drafthead.core.trees.tree import PADDING, TokenTree
 from drafthead.infer.engine.batch_run import Batch
 
 

@@ -29,9 +29,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from drafthead.heads.trees.guesses import Guesses
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import Budget, free_budget
+from drafthead.core.trees.guesses import Guesses
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import Budget, free_budget
 from drafthead.infer.engine.draft_acceptance import (
     Acceptance,
     Calibration,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.host import to_host
-from drafthead.heads.kv_cache.column_cache import READ_CHUNK
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.host import to_host
+from drafthead.core.kv_cache.column_cache import READ_CHUNK
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import TreeCache
 
 # Positions of all rows that one pass over prompts reads on a GPU: most prompts are then read in a
 # single pass, which needs no mask.

@@ -13,19 +13,19 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, Ends, LateTokens
-from drafthead.heads.host import Arriving
-from drafthead.heads.kv_cache.cache_memory import power_of_two
-from drafthead.heads.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
-from drafthead.heads.sampling import NO_TOKEN, draw, most_probable
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.hooks import Taps
-from drafthead.heads.target.masks import LayerMasks
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import StepCache, TreeCache
-from drafthead.heads.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.dims import Spec
+from drafthead.core.drafting.drafter import Committed, Ends, LateTokens
+from drafthead.core.host import Arriving
+from drafthead.core.kv_cache.cache_memory import power_of_two
+from drafthead.core.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
+from drafthead.core.sampling import NO_TOKEN, draw, most_probable
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.hooks import Taps
+from drafthead.core.target.masks import LayerMasks
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import StepCache, TreeCache
+from drafthead.core.trees.recipe import NO_NODE, TokenFiller, TreeRecipe
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, follow
 
 

@@ -14,7 +14,7 @@ from threading import RLock
 import numpy as np
 import torch
 
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size, Table
 
 # The guess for a machine that nobody has seen: a step with a draft takes DRAFT plain steps more

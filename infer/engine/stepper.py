@@ -10,17 +10,17 @@ from functools import cached_property
 
 import torch
 
-from drafthead.heads.coupling import NextDraws
-from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends, OnDevice
-from drafthead.heads.drafting.row_state import joined
-from drafthead.heads.host import to_host
-from drafthead.heads.kv_cache.cache_memory import power_of_two
-from drafthead.heads.sampling import most_probable, probabilities, race
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.target.tree_cache import TreeCache
-from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.core.coupling import NextDraws
+from drafthead.core.drafting.drafter import Committed, DraftSession, Ends, OnDevice
+from drafthead.core.drafting.row_state import joined
+from drafthead.core.host import to_host
+from drafthead.core.kv_cache.cache_memory import power_of_two
+from drafthead.core.sampling import most_probable, probabilities, race
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.target.tree_cache import TreeCache
+from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill

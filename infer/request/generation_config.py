@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer.request.request import EarlyStopping
 from drafthead.infer.request.values import (
     ARRAYS,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 # Whose messages templates print as they are; of answers some leave a part out on purpose.

@@ -15,9 +15,9 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.chat_template import TemplateArguments
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.chat_template import TemplateArguments
 from drafthead.infer.request.generation_config import (
     CONFIG_CHECKS,
     Check,

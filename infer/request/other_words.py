@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 
 from transformers.generation.configuration_utils import GenerationConfig
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import type_name
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import type_name
 from drafthead.infer.request.values import is_list
 
 ALWAYS_A_RESULT = "a result with fields is always returned"

@@ -16,8 +16,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 
 # Options whose processor counts from the end of the prompt, or to the end of the answer.
 COUNT_TOKENS = (

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import (
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
     check_template_arguments,
     template_options,
 )
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.request.messages import rendered
 from drafthead.infer.request.values import (
     ARRAYS,

@@ -10,8 +10,8 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer.request.stopping import Stop
 
 MOST_BEAMS = 8

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 # Why an answer has ended: by one of the target's end tokens, a stop string or one of the caller's
 # stopping criteria; at its limit of tokens or of time; or because its stream was closed.

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from tokenizers.decoders import DecodeStream
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 CONTEXT = 16  # tokens of a prompt that are decoded again, before its answer
 

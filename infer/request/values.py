@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 

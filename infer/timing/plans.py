@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.storage.disk_cache import cache_folder, read_cached, write_cached
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.storage.disk_cache import cache_folder, read_cached, write_cached
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.draft_acceptance import Table, is_tree
 from drafthead.infer.engine.planner import (

@@ -13,10 +13,10 @@ from threading import Lock
 
 from tqdm import trange
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.engine.loop import decode

@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.registry import Registry
-from drafthead.heads.sampling import RowRandom
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.errors import UserError
+from drafthead.core.registry import Registry
+from drafthead.core.sampling import RowRandom
+from drafthead.core.trees.tree import TokenTree
 
 LEAST_LOG_PROB = math.log(1e-10)
 

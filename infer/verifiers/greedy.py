@@ -2,8 +2,8 @@
 
 import torch
 
-from drafthead.heads.sampling import RowRandom, most_probable
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.sampling import RowRandom, most_probable
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, follow, register_verifier
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from drafthead.heads.sampling import sample
-from drafthead.heads.trees.tree import PADDING, TokenTree
+from drafthead.core.sampling import sample
+from drafthead.core.trees.tree import PADDING, TokenTree
 
 
 @dataclass(frozen=True)

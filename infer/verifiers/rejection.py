@@ -2,8 +2,8 @@
 
 import torch
 
-from drafthead.heads.sampling import RowRandom
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.sampling import RowRandom
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, deepest, path_to, register_verifier
 from drafthead.infer.verifiers.match import match
 from drafthead.infer.verifiers.refusals import DrawnChildren

@@ -10,8 +10,8 @@ from shlex import quote
 
 import torch
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer import Decoder
 from drafthead.lab.building.budget import AT_ONCE, Speeds, division
 from drafthead.lab.building.folder import BuildFolder, Choices, Facts

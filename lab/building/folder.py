@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 
 RECORD = "build.yaml"
 TITLE = "# What `drafthead build` has chosen and found here, and how a stage is done by hand.\n"

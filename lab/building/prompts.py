@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.prompts.tasks import write_prompts
 

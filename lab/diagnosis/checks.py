@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.weight_types import LOSSY
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
-from drafthead.heads.target.weight_types import LOSSY
-from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter

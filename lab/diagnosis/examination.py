@@ -8,14 +8,14 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from drafthead.core.target.chat_template import TemplateArguments
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.chat_template import TemplateArguments
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
 from drafthead.lab.races.record import read_answers
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading

@@ -12,9 +12,9 @@ import torch
 from tqdm import tqdm, trange
 from transformers.generation.configuration_utils import GenerationConfig
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.request.options import DecodeOptions

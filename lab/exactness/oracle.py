@@ -6,9 +6,9 @@ graphs, so that an error in those cannot hide.
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession, Ends
-from drafthead.heads.host import to_host
-from drafthead.heads.trees.recipe import Proposal
+from drafthead.core.drafting.drafter import Committed, DraftSession, Ends
+from drafthead.core.host import to_host
+from drafthead.core.trees.recipe import Proposal
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.stepper import Stepper

@@ -6,15 +6,15 @@ The shipped rule runs on a great many trees at once, filled and judged as while 
 import torch
 from tqdm import trange
 
-from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.sampling import (
+from drafthead.core.coupling import Choice, NextDraws
+from drafthead.core.sampling import (
     RowRandom,
     SamplingConfig,
     draft_distribution,
     draw_without_replacement,
     sample,
 )
-from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import Verifier
 from drafthead.lab.exactness.goodness_of_fit import Fit, fit

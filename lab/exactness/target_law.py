@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.target import Target
+from drafthead.core.sampling import SamplingConfig, probabilities
+from drafthead.core.target.target import Target
 from drafthead.lab.exactness.goodness_of_fit import FEWEST_EXPECTED
 
 Text = tuple[int, ...]

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.trees.tree import Path, TreeShape
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.growing.static import grow_tree
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.trees.tree import Path, TreeShape
 from drafthead.lab.diagnosis.examination import Ranked
 from drafthead.train.learning.ranks import accepted_in, count_paths
 

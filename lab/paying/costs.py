@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.infer.timing.step_timing import PROMPT_TOKENS
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig
 
+from drafthead.core.errors import UserError, first_line
+from drafthead.core.target.gguf_files import model_folder
+from drafthead.core.target.loading import decoder_class, dtype_named, has_encoder, load_tokenizer
+from drafthead.core.target.target import Target
+from drafthead.core.target.weight_types import BITSANDBYTES
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError, first_line
-from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import decoder_class, dtype_named, has_encoder, load_tokenizer
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.weight_types import BITSANDBYTES
 from drafthead.lab.planning.dry_run import DryRun, Ledger
 from drafthead.train.data.packing import PackedData, RowOrder, TokenBatch
 from drafthead.train.data.training_rows import training_data

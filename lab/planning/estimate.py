@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.planning.dry_run import Ledger
 from drafthead.lab.planning.dry_setup import DrySetup, dry_setup
 from drafthead.train.draft_models.student import Student

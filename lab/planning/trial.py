@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.planned_training import MOST_STEPS, Trial
 from drafthead.train.learning.engines import build_accelerator
 from drafthead.train.run.config import RunConfig, load_run_config

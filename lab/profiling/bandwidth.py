@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.target.architecture import find_decoder
-from drafthead.heads.target.seven_bits import can_be_rounded
-from drafthead.heads.target.target import Target
+from drafthead.core.target.architecture import find_decoder
+from drafthead.core.target.seven_bits import can_be_rounded
+from drafthead.core.target.target import Target
 from drafthead.lab.profiling.pass_times import seconds_of
 
 # The copied buffer must not fit into a cache: the largest hold some hundred megabytes.

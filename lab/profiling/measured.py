@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer.decoder import Decoder
 from drafthead.lab.profiling.bandwidth import BandwidthBound, bandwidth_bound, weight_bytes
 from drafthead.lab.profiling.pass_times import PassTimes, time_passes

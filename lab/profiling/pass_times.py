@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from tqdm import trange
 
-from drafthead.heads.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.trees.recipe import known
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.trees.recipe import known
+from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.request import Request

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.trees.tree import UNMEASURED_ALPHA, Budget
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.timing.plans import StepKind, rows_that_share

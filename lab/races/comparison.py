@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.divergence import Divergence, divergence

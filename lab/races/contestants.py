@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.request.options import DecodeOptions

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 
 NO_TOKEN = -1  # where one answer has ended and the other goes on
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.speedup_model import StepParts
 

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from drafthead.backends.compiled import Compiled
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.storage.files import write_text
 from drafthead.infer.answers.results import summed
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.ledger import StepLedger, ledger_of

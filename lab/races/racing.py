@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.weights_hash import weights_fingerprint
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import (
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
     check_template_arguments,
 )
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.loaded import NamedDraft, named_draft
 from drafthead.infer.machine import describe_machine, describe_versions

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import NO_ARGUMENTS, TemplateArguments
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import NO_ARGUMENTS, TemplateArguments
 from drafthead.lab.reports.report import Table
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError

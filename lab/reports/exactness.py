@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.sampling import SamplingConfig
 from drafthead.lab.exactness.exactness import Evidence, LaterTokens, rounding_doubt
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, detectable, freedom
 from drafthead.lab.races.divergence import Divergence

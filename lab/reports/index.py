@@ -11,8 +11,8 @@ from statistics import fmean
 import numpy as np
 from tqdm import tqdm
 
+from drafthead.core.trees.guesses import GuessTree
 from drafthead.heads.growing.static import TREE_SIZES
-from drafthead.heads.trees.guesses import GuessTree
 from drafthead.infer.drafters.lookup import History, Lookup, PromptLookup
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from drafthead.heads.storage.files import write_text
+from drafthead.core.storage.files import write_text
 
 matplotlib.use("agg")
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from pydantic import TypeAdapter, ValidationError
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.files import read_json
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.findings import Finding, faults_first

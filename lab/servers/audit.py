@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
 from drafthead.infer.loaded import named_draft
 from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.prompts import encode_one

@@ -16,18 +16,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
+from drafthead.core.errors import UserError, first_line
+from drafthead.core.storage.files import fresh_folder, write_text
+from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
+from drafthead.core.target.gguf_files import gguf_of, model_folder
+from drafthead.core.target.loading import vocabulary_of
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError, first_line
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import FORMATS, TargetFacts
 from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
-from drafthead.heads.storage.files import fresh_folder, write_text
-from drafthead.heads.target.any_target import load_decoder_only, tokenizer_named
-from drafthead.heads.target.gguf_files import gguf_of, model_folder
-from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.lookup import LONGEST
 from drafthead.infer.drafters.store_lookup import load_table
 from drafthead.infer.loaded import DEFAULT_CHAIN, NamedDraft, named_draft

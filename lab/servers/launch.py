@@ -14,7 +14,7 @@ from typing import IO
 
 import requests
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.servers.export_for import SCRIPT, Served
 
 INSTALL = {

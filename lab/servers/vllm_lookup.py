@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer.drafters.lookup import History
 from drafthead.infer.drafters.store_lookup import LookupChains, load_table
 

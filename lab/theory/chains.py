@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TreeShape
 from drafthead.heads.base import DraftHead
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.loading import load_head
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TreeShape
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter

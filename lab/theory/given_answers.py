@@ -6,11 +6,11 @@ from operator import itemgetter
 
 import torch
 
-from drafthead.heads.drafting.drafter import Committed, Drafter
-from drafthead.heads.sampling import RowRandom, SamplingConfig, probabilities
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import known as with_tokens
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.core.drafting.drafter import Committed, Drafter
+from drafthead.core.sampling import RowRandom, SamplingConfig, probabilities
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import known as with_tokens
+from drafthead.core.trees.tree import Budget, TokenTree
 
 ONE_TOKEN = Budget(2, 1)  # a chain of it
 

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from tqdm import tqdm
 
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.race import PLAIN, Contestant, Record, in_batches, prepare, race

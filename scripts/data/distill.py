@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Where:
 
 def main(*, model: options.Model, asked: Asked, answered: Answered, where: Where) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
-    from drafthead.heads.target.chat_template import check_template_arguments
+    from drafthead.core.target.chat_template import check_template_arguments
     from drafthead.lab.reports.answers import print_report
     from drafthead.train.data.conversations import read_conversations
     from drafthead.train.data.left_out import LeftOut
@@ -141,7 +141,7 @@ def source_of(
     served: "tuple[Connection, ServedModel] | None", model: options.Model, compile: bool | None
 ) -> "AnswerSource":
     """Who answers."""
-    from drafthead.heads.target.any_target import tokenizer_named
+    from drafthead.core.target.any_target import tokenizer_named
     from drafthead.infer import Decoder
     from drafthead.train.distillation import server
     from drafthead.train.distillation.answer_source import DecoderSource

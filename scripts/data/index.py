@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
@@ -52,9 +52,9 @@ def main(
     """
     import json
 
-    from drafthead.heads.storage.files import fresh_folder, write_text
-    from drafthead.heads.target.any_target import tokenizer_named
-    from drafthead.heads.target.loading import vocabulary_of
+    from drafthead.core.storage.files import fresh_folder, write_text
+    from drafthead.core.target.any_target import tokenizer_named
+    from drafthead.core.target.loading import vocabulary_of
     from drafthead.infer.drafters.ngram_table import NgramTable
     from drafthead.lab.reports.index import answers, show
     from drafthead.train.data.token_table import token_table

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 
@@ -24,8 +24,8 @@ def main(
     """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
     from rich.console import Console
 
-    from drafthead.heads.target.any_target import tokenizer_named
-    from drafthead.heads.target.chat_template import check_template_arguments
+    from drafthead.core.target.any_target import tokenizer_named
+    from drafthead.core.target.chat_template import check_template_arguments
     from drafthead.lab.reports.data_set import show_conversations, summarise, summary_table
     from drafthead.lab.reports.report import print_table
     from drafthead.train.data.conversations import read_conversations

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 
@@ -83,7 +83,7 @@ def main(
         return
     if inventor.target is None:
         raise UserError("--target is the model that invents prompts: give it, or --about DATA")
-    from drafthead.heads.target.any_target import load_decoder_only
+    from drafthead.core.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
     from drafthead.train.data.conversations import read_conversations
     from drafthead.train.prompts.invention import (

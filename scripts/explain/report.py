@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 
 def main(
@@ -25,8 +25,8 @@ def main(
     pictures, the doctor's findings, traces of single answers, and the settings. It is one file,
     which works offline.
     """
+    from drafthead.core.storage.files import write_text
     from drafthead.heads.formats.files import read_json
-    from drafthead.heads.storage.files import write_text
     from drafthead.lab.reports.run_page import (
         comparison_section,
         doctor_section,

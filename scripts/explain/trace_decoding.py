@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 
@@ -31,7 +31,7 @@ def main(
     """
     from rich.console import Console
 
-    from drafthead.heads.storage.files import write_text
+    from drafthead.core.storage.files import write_text
     from drafthead.lab.reports.trace_page import as_page, as_text
     from drafthead.lab.tracing import trace
     from drafthead.scripts.terminal import prompt_text, summary

@@ -28,7 +28,7 @@ def main(
     for this model and for long enough, at which depth its guesses fail, and whether the planner
     takes its trees on this machine. Each line says what was seen, and of a fault what to do.
     """
-    from drafthead.heads.storage.files import write_text
+    from drafthead.core.storage.files import write_text
     from drafthead.lab.diagnosis.checks import CHECKS, planner_of
     from drafthead.lab.diagnosis.examination import examine, patient_of
     from drafthead.lab.races.record import ROW, describe_run

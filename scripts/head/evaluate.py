@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def main(
     answers that the head was not trained on, one file for each kind of request: a head that drafts
     one kind well and another badly lacks training data of the other.
     """
+    from drafthead.core.storage.files import write_text
+    from drafthead.core.target.weights_hash import weights_fingerprint
     from drafthead.heads.formats.loading import load_head
-    from drafthead.heads.storage.files import write_text
-    from drafthead.heads.target.weights_hash import weights_fingerprint
     from drafthead.lab.diagnosis.examination import ranked_answers
     from drafthead.lab.learning_curve import what_more_would_bring
     from drafthead.lab.paying.acceptance_trace import AcceptanceTrace, traced

@@ -27,12 +27,12 @@ def main(
     directly; converting writes a checked copy in safetensors, in the same floating type.
     Nothing in the checkpoint is executed. A head that ours would compute differently is refused.
     """
+    from drafthead.core.storage.files import fresh_folder
+    from drafthead.core.target.any_target import load_decoder_only
     from drafthead.heads.formats import build_head, read_foreign
     from drafthead.heads.formats.base import TargetFacts
     from drafthead.heads.formats.drafthead import save_head
     from drafthead.heads.formats.printing import printable
-    from drafthead.heads.storage.files import fresh_folder
-    from drafthead.heads.target.any_target import load_decoder_only
 
     loaded = load_decoder_only(target, device="cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()

@@ -10,7 +10,7 @@ import yaml
 from tiny import write_conversations, write_target
 
 import leaderboard
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import cli
 from drafthead.train.run.folder import summarize
 from leaderboard import check_board, load_board, run_board

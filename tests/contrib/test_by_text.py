@@ -13,12 +13,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTo
 from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer, own_tokens
 from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.model_drafter import model_drafter
 from drafthead.infer.drafters.with_lookup import WithLookup

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer
 from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.model_drafter import model_drafter

@@ -20,13 +20,13 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.contrib.own_layers.part import part_of
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.hooks import hook_lock
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.hooks import hook_lock
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 
 WINDOW, DEPTH, LAYERS = 5, 3, 4

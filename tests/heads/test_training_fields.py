@@ -7,11 +7,11 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from drafthead.backends.fingerprint import described
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.base import HEADS, DraftHead, drafting_fields, is_for_training
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.tracing import trace
 

@@ -14,11 +14,11 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent / "benchmarks")]
 from random_models import random_head  # noqa: E402
 from tiny import random_prompts  # noqa: E402
 
-from drafthead.heads.errors import UserError  # noqa: E402
+from drafthead.core.errors import UserError  # noqa: E402
+from drafthead.core.target.any_target import load_decoder_only  # noqa: E402
+from drafthead.core.target.placement import Placement  # noqa: E402
+from drafthead.core.trees.recipe import Proposal  # noqa: E402
 from drafthead.heads.families.head_drafter import drafter_for  # noqa: E402
-from drafthead.heads.target.any_target import load_decoder_only  # noqa: E402
-from drafthead.heads.target.placement import Placement  # noqa: E402
-from drafthead.heads.trees.recipe import Proposal  # noqa: E402
 from drafthead.infer import Decoder  # noqa: E402
 from drafthead.infer.engine.planner import PlannedDecoding, Propose  # noqa: E402
 

@@ -20,9 +20,9 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.custom_generate import CACHE_INPUT, without_filters
 

@@ -9,13 +9,13 @@ from laws import law_of_three_tokens, p_value
 from tiny import byte_tokenizer, letters_tokenizer, random_prompts, tiny_encoder_decoder
 from transformers import GenerationConfig
 
-from drafthead.heads.drafting.drafter import Committed, Drafter
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.any_target import target_of
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Committed, Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.any_target import target_of
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup

@@ -9,9 +9,9 @@ import transformers
 from tiny import HIDDEN, VOCAB, byte_tokenizer, llama_config
 from transformers import PreTrainedModel
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import other_inputs
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tiny import tiny_llama
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.formats.drafthead import save_head
-from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup

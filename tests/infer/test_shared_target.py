@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tiny import write_target
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.placement import Placement
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.placement import Placement
 
 WORKER = Path(__file__).parent / "shared_target.py"
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from tiny import tiny_llama
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.target.target import Target
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 
 REQUESTS, THREADS = 2000, 4

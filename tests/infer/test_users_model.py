@@ -6,7 +6,7 @@ from conftest import REPRESENTATIVES
 from tiny import random_prompts, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 
 PROMPTS = random_prompts(2)

@@ -9,7 +9,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from drafthead.backends.compiled import Compiled
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.engine.stats import DecodeStats

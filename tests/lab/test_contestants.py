@@ -2,7 +2,7 @@
 
 from tiny import LETTERS, letters_model
 
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.lab.races.contestants import Transformers, changeable
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.column_cache import ColumnCache
-from drafthead.heads.sampling import SamplingConfig
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS, Verifier
 from drafthead.infer.verifiers.base import Acceptance

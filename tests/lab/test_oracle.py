@@ -2,7 +2,7 @@
 
 from tiny import random_prompts
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.lab.exactness.oracle import OracleDecoder
 

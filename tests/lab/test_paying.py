@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.diagnosis.examination import Ranked
 from drafthead.lab.paying.acceptance_trace import (
     AcceptanceTrace,

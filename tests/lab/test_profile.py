@@ -8,10 +8,10 @@ import torch
 from tiny import llama_config
 from transformers import LlamaForCausalLM
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import StaticTrees
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.engine.stats import DecodeStats

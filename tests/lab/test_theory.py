@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import random_prompts
 
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.trees.tree import TokenTree, TreeShape
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.rule_law import OneStream

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import END, random_prompts, tiny_llama
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.lab.tracing import trace
 

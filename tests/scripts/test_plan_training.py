@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import write_inputs, write_run
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab import planned_training
 from drafthead.lab.planned_training import Trial
 from drafthead.scripts import cli

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness import exactness as gathered

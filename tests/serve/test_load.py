@@ -16,7 +16,7 @@ import uvicorn
 from fastapi.testclient import TestClient
 from tiny import byte_tokenizer, tiny_llama
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.running_rows import RunningRows

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny import byte_tokenizer, tiny_llama
 from tokenizers.processors import TemplateProcessing
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.scripts import serve
 from drafthead.serve.app import ServerOptions, make_app

@@ -13,8 +13,8 @@ import torch
 from fastapi.testclient import TestClient
 from tiny import byte_tokenizer, tiny_llama
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.request.options import read_options

@@ -26,15 +26,15 @@ from runs import evaluations, run, write_inputs, write_run
 from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.layers.segments import positions_in_segments
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pack_sequences
 from drafthead.train.data.sequences import TokenSequence, TokenTable
 from drafthead.train.data.training_rows import DataConfig, load_packed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_forms import Message, RowContent, content_of
 from drafthead.train.data.row_sources import Row, rows_of

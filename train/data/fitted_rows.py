@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import TemplateArguments
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import TemplateArguments
 from drafthead.train.data.conversations import AnswerTokens, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_forms import Message

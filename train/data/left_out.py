@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import RESERVED
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import RESERVED
 from drafthead.infer.request.messages import with_calls
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_sources import Row

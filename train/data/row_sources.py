@@ -13,7 +13,7 @@ from datasets import DatasetBuilder, DatasetDict, load_dataset_builder, load_fro
 from huggingface_hub.errors import HTTPError
 from pyarrow import parquet
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.left_out import UnusableRowError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import (
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
     reads,
     template_options,
 )
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer.request.messages import Messages, as_template_reads
 from drafthead.train.data.conversations import (
     IDS_COLUMN,

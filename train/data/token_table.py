@@ -22,10 +22,10 @@ from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.storage.disk_cache import cache_or_scratch
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.chat_template import check_template_arguments, reads
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.storage.disk_cache import cache_or_scratch
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.chat_template import check_template_arguments, reads
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.train.data.conversations import Conversation, Writer, iter_conversations
 from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut, UnusableRowError

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import PackedData, pack_sequences

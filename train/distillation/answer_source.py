@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.weights_hash import weights_fingerprint
+from drafthead.core.errors import UserError
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.serving import Answer, ServeRequest

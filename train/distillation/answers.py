@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.train.data.conversations import VOCABULARY_COLUMN, WEIGHTS_COLUMN, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (

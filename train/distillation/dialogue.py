@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import (

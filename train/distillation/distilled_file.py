@@ -18,8 +18,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import IDS_COLUMN
 from drafthead.train.jobs.outputs import (
     REMEDY,

@@ -12,8 +12,8 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import replacing, write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import replacing, write_text
 from drafthead.train.distillation.distilled_file import (
     AnswerStatistics,
     Shard,

@@ -23,8 +23,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import InvalidHeader
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.gguf_files import model_folder
+from drafthead.core.errors import UserError
+from drafthead.core.target.gguf_files import model_folder
 from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.stopping import FinishReason, token_ids
 from drafthead.infer.serving import Answer, ServeRequest

@@ -18,21 +18,21 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import let_others_read, write_text
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, keep_layers
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.hooks import Taps
+from drafthead.core.target.placement import whole_weight
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary, tables_of
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
-from drafthead.heads.storage.files import let_others_read, write_text
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.architecture import LAYER_NAMES, find_decoder, keep_layers
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.hooks import Taps
-from drafthead.heads.target.placement import whole_weight
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.frequent_tokens import (
     DRAFT_IDS,
     DRAFT_IDS_FILE,

@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import replacing, write_text
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.seven_bits import rounded
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.storage.files import replacing, write_text
-from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.seven_bits import rounded
-from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.training_rows import DataConfig, Sources
 

@@ -23,14 +23,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.placement import WHOLE, Placement, whole_weight
+from drafthead.core.target.target import Target
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.heads.target.placement import WHOLE, Placement, whole_weight
-from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
 

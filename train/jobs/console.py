@@ -12,7 +12,7 @@ import typer
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 SECONDS_FOR_MAIN = 15
 

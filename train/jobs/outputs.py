@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 REMEDY = "choose another --output, or --overwrite to start again"
 

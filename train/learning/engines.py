@@ -10,7 +10,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.optimizers import OptimizerConfig
 from drafthead.train.run.config import RunConfig, TrainConfig
 

@@ -16,12 +16,12 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Path
 from drafthead.heads.base import DraftHead
 from drafthead.heads.growing.static import grow_tree
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Path
 from drafthead.train.data.packing import PackedData
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.ranks import RankedAnchors, chain_lengths, count_paths

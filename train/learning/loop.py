@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.packing import RowOrder
 from drafthead.train.jobs.console import StepBar, StopRequest
 from drafthead.train.learning.engines import HostMemory

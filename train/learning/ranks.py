@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from drafthead.core.trees.tree import Path
 from drafthead.heads.growing.static import grow_tree
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
-from drafthead.heads.trees.tree import Path
 
 KEPT_PATHS = 512
 

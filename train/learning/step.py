@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
-from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.training_rows import Sources
 from drafthead.train.features.kept import KeptFeatures

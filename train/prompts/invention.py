@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 from drafthead.train.jobs.console import AnswerBar
 from drafthead.train.jobs.outputs import (
     REMEDY,

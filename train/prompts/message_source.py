@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationConfig
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import texts_of
 from drafthead.train.data.conversations import Conversation, row_seed

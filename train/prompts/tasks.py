@@ -15,8 +15,8 @@ import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import Conversation, iter_conversations
 from drafthead.train.prompts.message_filter import repeated_share
 from drafthead.train.run.config import one_line

@@ -15,9 +15,9 @@ import torch
 import yaml
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.processor import bfloat16_instructions
-from drafthead.heads.target.weight_types import LOSSY
+from drafthead.core.errors import UserError
+from drafthead.core.target.processor import bfloat16_instructions
+from drafthead.core.target.weight_types import LOSSY
 from drafthead.train.data.training_rows import DataConfig
 from drafthead.train.features.reading import TargetConfig
 from drafthead.train.optimizers import OptimizerConfig

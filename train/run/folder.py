@@ -17,9 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.storage.files import write_text
 from drafthead.train.data.training_rows import Sources
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage.files import write_text
-from drafthead.heads.target.gguf_files import model_folder
-from drafthead.heads.target.loading import refuse_missing_folder
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
+from drafthead.core.target.gguf_files import model_folder
+from drafthead.core.target.loading import refuse_missing_folder
+from drafthead.core.target.target import Target
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import trainable
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers.decoder_layer import DecoderLayer
-from drafthead.heads.target.target import Target
 from drafthead.train.draft_models.student import (
     FAMILY,
     Student,

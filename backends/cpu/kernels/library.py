@@ -20,7 +20,7 @@ import torch
 
 from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them known to torch)
 from drafthead.backends.cpu.kernels.kernel_set import AVX512, kernel_set
-from drafthead.heads.storage.disk_cache import cache_or_scratch
+from drafthead.core.storage.disk_cache import cache_or_scratch
 
 BUILT = Path(__file__).parent / "built"  # with the project, not in git
 SOURCE, INCLUDED = Path(__file__).parent / "source", Path(torch.__file__).parent

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from drafthead.backends.cpu.kernels import packing
-from drafthead.heads import sampling
-from drafthead.heads.kv_cache.column_cache import move_columns
+from drafthead.core import sampling
+from drafthead.core.kv_cache.column_cache import move_columns
 
 MOST = 64  # of the largest: for more, sorting is faster
 NORM_MULTIPLE = 32  # norms and heads are of a multiple of so many values

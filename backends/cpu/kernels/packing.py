@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drafthead.backends.cpu.kernels.huge_pages import HugePages
-from drafthead.heads.target.seven_bits import LEVELS, rounded
-from drafthead.heads.target.weight_state import weight_state
+from drafthead.core.target.seven_bits import LEVELS, rounded
+from drafthead.core.target.weight_state import weight_state
 
 COLUMNS = 32  # of the product, in a block of packed weights
 

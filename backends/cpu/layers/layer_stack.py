@@ -27,7 +27,7 @@ from drafthead.backends.recorded_calls import (
     replaced,
     tensors_of,
 )
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 FEWEST = 8  # layers; fewer are compiled as quickly with the pass
 # A layer's code may miss what the layer adds to its input by this share: bfloat16, or bytes.

@@ -5,23 +5,23 @@ from functools import cached_property, partial
 
 import torch
 
-from drafthead.heads.coupling import DRAWS, Choice, NextDraws
-from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice
-from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
-from drafthead.heads.families.medusa.head import MedusaHeads
-from drafthead.heads.growing.levels import Guesses, best_guesses
-from drafthead.heads.objectives.batch import MAX_RANK
-from drafthead.heads.sampling import (
+from drafthead.core.coupling import DRAWS, Choice, NextDraws
+from drafthead.core.dims import Spec
+from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice
+from drafthead.core.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
     SamplingConfig,
     draft_distribution,
     draw_without_replacement,
 )
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import Proposal, TokenFiller, TreeRecipe
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.medusa.head import MedusaHeads
+from drafthead.heads.growing.levels import Guesses, best_guesses
+from drafthead.heads.objectives.batch import MAX_RANK
 
 
 class MedusaLayout:

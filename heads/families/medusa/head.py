@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.growing.static import MEDUSA_PATHS
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss, depth_weights
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

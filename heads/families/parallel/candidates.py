@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from drafthead.heads.coupling import NextDraws
+from drafthead.core.coupling import NextDraws
+from drafthead.core.sampling import DRAFT_SUPPORT, arrival_times
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.dynamic import TreeGrowth
-from drafthead.heads.sampling import DRAFT_SUPPORT, arrival_times
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 

@@ -6,9 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drafthead.heads.coupling import DRAWS, Choice, NextDraws
-from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice, at_last
+from drafthead.core.coupling import DRAWS, Choice, NextDraws
+from drafthead.core.dims import Spec
+from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
+from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.parallel.candidates import (
@@ -23,12 +27,8 @@ from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
 from drafthead.heads.growing.static import tree_budgets
-from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 
 # Frontiers of compiled growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each
 # is a graph, and a wider one than a tree needs costs little.

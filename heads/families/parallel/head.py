@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead, ForTraining, register_head
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.parallel.correction import Correction
 from drafthead.heads.families.parallel.transformer import (
     BlockConfig,
@@ -37,8 +39,6 @@ from drafthead.heads.objectives.losses import (
     hard_cross_entropy,
     overlap,
 )
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
 
 # Blocks of a row that attend at once in training: their mask grows with the square of this.
 BLOCKS_AT_ONCE = 32

@@ -12,9 +12,9 @@ from typing import Self, cast
 import torch
 from torch import nn
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, RMSNorm, Rotary, Store
-from drafthead.heads.target.target import Target
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # [B, Hkv, T, head_dim] each
 

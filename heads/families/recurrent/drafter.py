@@ -2,9 +2,12 @@
 
 import torch
 
-from drafthead.heads.coupling import Choice, NextDraws
-from drafthead.heads.drafting.drafter import Committed, DraftSession, OnDevice
-from drafthead.heads.drafting.row_state import RowState
+from drafthead.core.coupling import Choice, NextDraws
+from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice
+from drafthead.core.drafting.row_state import RowState
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import register_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.recurrent.head import RecurrentHead
@@ -13,9 +16,6 @@ from drafthead.heads.families.recurrent.passes import Guess, RecurrentPasses
 from drafthead.heads.growing.dynamic import Children, dynamic_tree
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 
 class DraftReader(RowState):

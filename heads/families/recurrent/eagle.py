@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.objectives.losses import feature_loss
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.heads.base import register_head
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
@@ -23,8 +25,6 @@ from drafthead.heads.layers.decoder_layer import (
     SelfAttention,
     Store,
 )
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.core.target.features import Features
+from drafthead.core.target.masks import LayerKind
+from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
@@ -25,9 +28,6 @@ from drafthead.heads.objectives.losses import (
     check_token_loss,
     depth_weights,
 )
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.masks import LayerKind
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from drafthead.core.target.architecture import NORM_NAMES, find_module
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotation
 from drafthead.heads.layers.own_layer import OwnLayer, OwnRotary, model_of_one_layer, mtp_layer_of
-from drafthead.heads.target.architecture import NORM_NAMES, find_module
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

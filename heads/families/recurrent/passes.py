@@ -9,9 +9,14 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from drafthead.heads.coupling import DRAWS, NextDraws
-from drafthead.heads.dims import Spec
-from drafthead.heads.drafting.drafter import at_last
+from drafthead.core.coupling import DRAWS, NextDraws
+from drafthead.core.dims import Spec
+from drafthead.core.drafting.drafter import at_last
+from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns
+from drafthead.core.sampling import DRAFT_SUPPORT
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TreeShape, TreeTables
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.growing.dynamic import (
@@ -21,11 +26,6 @@ from drafthead.heads.growing.dynamic import (
     seen_after_opening,
 )
 from drafthead.heads.growing.levels import Level, best_guesses
-from drafthead.heads.kv_cache.column_cache import CacheColumns, move_columns
-from drafthead.heads.sampling import DRAFT_SUPPORT
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TreeShape, TreeTables
 
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10

@@ -5,17 +5,17 @@ from functools import partial
 
 import torch
 
-from drafthead.heads.coupling import Choice
-from drafthead.heads.drafting.drafter import Committed, DraftSession, at_last
+from drafthead.core.coupling import Choice
+from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
+from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
-from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 READING = {
     "hidden": "B T .",

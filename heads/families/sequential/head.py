@@ -9,14 +9,14 @@ from abc import abstractmethod
 
 import torch
 
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.target.target import Target
 from drafthead.heads.families.by_depth import HeadByDepth
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.objectives.anchors import anchor_positions, tokens_at
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import depth_weights
-from drafthead.heads.target.target import Target
 
 
 class SequentialHead(HeadByDepth):

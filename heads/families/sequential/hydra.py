@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.growing.static import MEDUSA_PATHS
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
-from drafthead.heads.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, rms_norm
 
+from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
-from drafthead.heads.target.target import Target
 
 NORM_EPS = 1e-6
 

@@ -12,7 +12,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from drafthead.backends import compiled
 from drafthead.backends.compiled import Compiled, keep_compiled_code
 from drafthead.backends.cpu.direct_call import OtherLayoutError, assembly, form_of
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 
 SQUARE = torch.arange(16.0).view(4, 4)
 

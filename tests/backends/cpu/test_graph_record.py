@@ -151,8 +151,8 @@ def test_a_damaged_file_is_replaced_with_one_warning(damage, traces, tmp_path, c
     [
         ("heads/formats/eagle3.py", False),
         ("lab/tracing.py", False),
-        ("heads/target/masks.py", True),  # of the pass
-        ("heads/sampling.py", True),
+        ("core/target/masks.py", True),  # of the pass
+        ("core/sampling.py", True),
         ("backends/cpu/kernels/source/attention.h", True),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_key_depends_on_every_file_whose_code_is_traced(
     drafter.compile(compiled)
     Decoder(compiled, drafter).generate([9, 10, 11], max_new_tokens=4, temperature=1.0)
     ours = {path for path in traced if path.is_relative_to(OURS)}
-    assert OURS / "heads/target/target.py" in ours
+    assert OURS / "core/target/target.py" in ours
     assert ours <= described
     assert not any("formats" in path.parts for path in described)
 

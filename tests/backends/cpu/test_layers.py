@@ -29,8 +29,8 @@ from drafthead.backends.recorded_calls import (
     UnlikeError,
     recorded,
 )
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 

@@ -14,8 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 from drafthead.backends.cpu.kernels import library, operations, packing
 from drafthead.backends.cpu.packed_modules import PackedLayer, PackedLinear, PackedNorm
 from drafthead.backends.cpu.packed_target import PackedTarget, tell_of_torch
-from drafthead.heads.target.one_width import is_alike
-from drafthead.heads.target.target import Target
+from drafthead.core.target.one_width import is_alike
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.loaded import prepared_target
 

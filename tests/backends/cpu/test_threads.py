@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from drafthead.backends.cpu.threads import TOLERATED, WINDOW, Crowding, Threads, waited
-from drafthead.heads.target.processor import OPENMP
+from drafthead.core.target.processor import OPENMP
 
 THREADS = 2
 

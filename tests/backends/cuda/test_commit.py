@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from drafthead.backends.cuda.commit import CacheTable, commit
 from drafthead.backends.cuda.tree_kernels import EVERYTHING, TreeKernels
-from drafthead.heads.kv_cache.column_cache import move_columns
+from drafthead.core.kv_cache.column_cache import move_columns
 
 DEVICE = os.environ["KERNELS_ON"]
 LENGTHS = torch.tensor([3, 0, 9], device=DEVICE)

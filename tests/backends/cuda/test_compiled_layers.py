@@ -19,12 +19,12 @@ from drafthead.backends.cuda.compiled_layers import (
     without_weights,
 )
 from drafthead.backends.cuda.merged_products import MergedProducts, side_by_side
-from drafthead.heads.substitution import Substituting, Substitution
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.hooks import Taps
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import StepCache
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.substitution import Substituting, Substitution
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.hooks import Taps
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import StepCache
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
 
 LAYERS = 4

@@ -13,10 +13,10 @@ import drafthead.infer.decoder  # noqa: F401  (registers the families)
 from drafthead.backends import compiled_target as module
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda import registration
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS
-from drafthead.heads.drafting.drafter import Drafter
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.lab.exactness.oracle import OracleDecoder

@@ -6,8 +6,8 @@ import torch
 from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.cuda import kept_draws
 from drafthead.backends.cuda.kept_draws import draw, first_kept
-from drafthead.heads import sampling
-from drafthead.heads.sampling import NO_TOKEN, SamplingConfig, probabilities
+from drafthead.core import sampling
+from drafthead.core.sampling import NO_TOKEN, SamplingConfig, probabilities
 
 DEVICE = torch.device("cpu" if not torch.cuda.is_available() else "cuda")
 LAWS = [

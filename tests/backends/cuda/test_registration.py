@@ -15,10 +15,10 @@ from drafthead.backends.cuda.registration import (
     sights,
 )
 from drafthead.backends.cuda.tree_kernels import KernelCache
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.features import NO_FEATURES
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import NO_FEATURES
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import TreeCache
 
 DEVICE = os.environ["KERNELS_ON"]
 LENGTHS, NODES = (9, 4), 5  # within the window and beyond it

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hidden_answers import generated
 
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.target import Target
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.drafters.draft_model import DraftModel

@@ -2,10 +2,10 @@
 
 import torch
 
+from drafthead.core.target.features import Features
 from drafthead.heads.families.by_depth import guessed_tokens
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.features import Features
 
 
 def test_each_token_knows_the_anchors_that_guess_it() -> None:

@@ -15,23 +15,23 @@ from tiny import VOCAB, random_prompts
 from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import smooth_l1_loss
 
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.base import HEADS
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
 from drafthead.heads.families import head_drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.families.recurrent.drafter import DraftReader
 from drafthead.heads.families.recurrent.eagle3 import default_taps
 from drafthead.heads.growing.dynamic import TreeGrowth
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
 from drafthead.heads.layers import decoder_layer
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.train.run.trainables import new_head

@@ -15,20 +15,20 @@ from architectures import ARCHITECTURES, OTHERS, tiny_model
 from drafters import NO_HEADS, make_head
 from tiny import VOCAB
 
+from drafthead.core.drafting.drafter import Committed, Drafter, Ends
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import known
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.drafting.drafter import Committed, Drafter, Ends
-from drafthead.heads.errors import UserError
 from drafthead.heads.families.head_drafter import drafter_for, register_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import TOKEN_LOSSES
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import known
-from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.learning.ranks import chain_lengths
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 from alone import Alone
 
-from drafthead.heads.drafting.drafter import Committed
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import known
 from drafthead.heads.families.late_reader import Unread, joined
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import known
 
 GREEDY = SamplingConfig()
 

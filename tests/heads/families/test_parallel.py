@@ -8,8 +8,12 @@ import torch
 from tiny import BUSHY, HIDDEN, VOCAB
 from torch.nn.functional import softplus
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel.candidates import (
     CANDIDATES,
@@ -24,10 +28,6 @@ from drafthead.heads.families.parallel.transformer import spread_taps
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import overlap
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
 

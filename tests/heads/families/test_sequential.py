@@ -6,18 +6,18 @@ import pytest
 import torch
 from tiny import BUSHY
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.families.sequential.hydra import HydraConfig, HydraHeads
 from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculatorConfig
 from drafthead.heads.growing.levels import levels_of
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape
 
 VARIANTS = {
     "hydra": ("hydra", {"prefix_layer": False, "num_blocks": 1}),

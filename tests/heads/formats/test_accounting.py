@@ -11,8 +11,8 @@ from golden import Case, cases, name_of
 from safetensors.torch import load_file, save_file
 from written import DFLASH, random_head
 
+from drafthead.core.errors import UserError
 from drafthead.heads.base import HEADS
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head

@@ -11,8 +11,11 @@ from tiny import HIDDEN, VOCAB
 from transformers import AutoModel, LlamaForCausalLM
 from written import DFLASH, DSPARK, LAYERS, TARGET, Outputs, random_head
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel.drafter import ParallelSession
 from drafthead.heads.families.parallel.head import ParallelHead
@@ -21,9 +24,6 @@ from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.dflash import default_ids
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.keys import our_taps
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 
 
@@ -86,7 +86,7 @@ def rounds(head: ParallelHead, target: Target, io: Outputs, starts: tuple[int, i
 
 def filled_chain(session: ParallelSession) -> torch.Tensor:
     """The chain [1, K] that decoding would propose."""
-    from drafthead.heads.sampling import SamplingConfig
+    from drafthead.core.sampling import SamplingConfig
 
     tree = session.propose(session.drafter.budgets[-1], SamplingConfig(), None)
     return tree.tokens[:, 1:]

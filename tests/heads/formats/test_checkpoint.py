@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.loading import load_head
-from drafthead.heads.target.weights_hash import weights_fingerprint
 
 
 @pytest.fixture

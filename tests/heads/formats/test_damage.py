@@ -28,7 +28,7 @@ from damaged import (
 )
 from safetensors.torch import load_file, save_file
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats import FORMATS, load_head
 from drafthead.heads.formats.base import WritableFormat
 from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at

@@ -16,16 +16,16 @@ import torch
 from conftest import ScriptedRandom
 from golden import Case, cases, name_of
 
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.sampling import SamplingConfig, probabilities
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.heads.base import DraftHead
-from drafthead.heads.drafting.drafter import Committed
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.medusa.drafter import MedusaLayout
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.formats import load_head
-from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.infer import DecodeOptions, Decoder
 from drafthead.infer.engine import stepper as stepper_module
 from drafthead.infer.verifiers import VERIFIERS

@@ -9,8 +9,13 @@ from golden import Case, cases, name_of
 from tiny import HIDDEN, VOCAB
 from written import EAGLE3, TARGET, Outputs, random_head
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.families.recurrent.drafter import DraftReader
@@ -19,13 +24,8 @@ from drafthead.heads.families.recurrent.head import Unrolled
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 
 BLIND = {"mask_token": 5, "num_layers": 2}  # P-EAGLE

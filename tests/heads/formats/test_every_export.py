@@ -11,12 +11,12 @@ from tiny import llama_config
 from transformers import LlamaForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, GQA, LAYERS, Written, random_head
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats import FORMATS, build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts, WritableFormat
 from drafthead.heads.formats.exporting import draw_chain, export_head
-from drafthead.heads.target.target import Target
 
 WIDTHS = (24, 32, 40, 48, 56, 64, 72)  # multiples of 32 and others
 FEW, MANY = 30, 200

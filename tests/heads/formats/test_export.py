@@ -10,14 +10,14 @@ from tiny import HIDDEN, VOCAB
 from transformers import LlamaForCausalLM
 from written import TARGET, random_head
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.logit_finish import Finish
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.formats import FORMATS, build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import difference_of, export_head
 from drafthead.heads.formats.medusa import VllmMedusa
-from drafthead.heads.target.logit_finish import Finish
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TokenTree, TreeShape
 
 FACTS = TargetFacts("target", HIDDEN, VOCAB, TARGET.num_hidden_layers)
 

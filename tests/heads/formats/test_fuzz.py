@@ -32,13 +32,13 @@ from damaged import (
 )
 from safetensors.torch import load_file, save_file
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats import build_head, load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.drafthead import save_head
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.lab.reports.head import rows_of
 

@@ -7,7 +7,12 @@ import torch
 from golden import Case, cases, loaded, name_of
 from written import Outputs
 
-from drafthead.heads.drafting.drafter import Committed
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.families.recurrent.drafter import DraftReader
@@ -17,12 +22,7 @@ from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculator
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
-from drafthead.heads.kv_cache.column_cache import CacheColumns
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 
 
 def assert_as_recorded(case: Case, found: Outputs) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats.checkpoint import may_be_hub_id
 from drafthead.heads.formats.files import behind_hub_link, read_json
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
-from drafthead.heads.target.target import Target
 
 Tensors = dict[str, torch.Tensor]
 Keys = dict[str, Any]

@@ -11,7 +11,11 @@ from tiny import HIDDEN, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent.mtp import MtpConfig, MtpHead
 from drafthead.heads.formats import build_head, load_head, read_foreign
@@ -21,10 +25,6 @@ from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.mtp import split
 from drafthead.heads.layers.own_layer import mtp_layer_of
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.loaded import kind_of_path
 from drafthead.lab.tracing import trace

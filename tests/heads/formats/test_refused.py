@@ -26,7 +26,7 @@ from damaged import (
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.keys import MOST_TOKENS

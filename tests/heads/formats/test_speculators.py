@@ -12,6 +12,8 @@ from tiny import HIDDEN, VOCAB
 from transformers import LlamaForCausalLM
 from written import TARGET, random_head
 
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Head
@@ -19,8 +21,6 @@ from drafthead.heads.families.recurrent.head import Unrolled
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
 
 pytest.importorskip("speculators")
 

@@ -6,10 +6,10 @@ from tiny import llama_config
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafthead.heads.kv_cache.column_cache import CacheColumns
+from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.target.target import Target
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
-from drafthead.heads.target.target import Target
 
 LLAMA3 = {
     "rope_type": "llama3",

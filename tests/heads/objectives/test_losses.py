@@ -6,6 +6,8 @@ import pytest
 import torch
 from peak_memory import PeakMemory
 
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
@@ -21,8 +23,6 @@ from drafthead.heads.objectives.losses import (
     soft_cross_entropy,
     total_variation,
 )
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:

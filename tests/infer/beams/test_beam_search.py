@@ -9,11 +9,11 @@ import torch
 from tiny import END, VOCAB, byte_tokenizer, random_prompts, tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, TextStreamer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import known
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import known
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.beams.beam_round import BeamRules, Beams, is_over
 from drafthead.infer.beams.beam_search import BeamStepper

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tiny import byte_tokenizer, tiny_llama
 
-from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
+from drafthead.core.target.loading import vocabulary_of
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.ngram_table import NgramTable
 

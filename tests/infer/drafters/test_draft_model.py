@@ -6,12 +6,12 @@ from hidden_answers import generated
 from tiny import VOCAB, tiny_encoder_decoder, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.any_target import target_of
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget, TokenTree
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.any_target import target_of
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.level_drafter import MOST_OPENED, grown_budgets

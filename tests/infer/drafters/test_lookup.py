@@ -6,10 +6,10 @@ import pytest
 import torch
 from lookup_texts import past_of
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.trees.tree import Budget
 from drafthead.infer.drafters.lookup import MAX_NGRAM, MEMORY, MatchRecord, PromptLookup
 
 

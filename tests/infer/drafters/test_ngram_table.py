@@ -8,8 +8,8 @@ import pytest
 import torch
 from lookup_texts import letters, past_of
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import RowRandom, SamplingConfig
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import drawn_chain, support_tables
 from drafthead.infer.drafters.ngram_table import FOLLOWERS, ORDERS, Contexts, NgramTable, joined

@@ -9,11 +9,11 @@ import torch
 from lookup_texts import letters, past_of
 from tiny import tiny_llama
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.guesses import GuessTree, token_tree
+from drafthead.core.trees.tree import PADDING, ancestor_mask
 from drafthead.heads.growing.growing_tree import GrowingTree
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.guesses import GuessTree, token_tree
-from drafthead.heads.trees.tree import PADDING, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import MEMORY
 from drafthead.infer.drafters.ngram_table import NgramTable

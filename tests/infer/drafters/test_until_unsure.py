@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny import random_prompts
 
-from drafthead.heads.drafting.drafter import Committed, DraftSession
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.logit_finish import Finish
-from drafthead.heads.target.target import Target, TargetOutput
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import Budget
+from drafthead.core.drafting.drafter import Committed, DraftSession
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.logit_finish import Finish
+from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness

@@ -4,13 +4,13 @@ import pytest
 import torch
 from tiny import tiny_llama
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import RowRandom, SamplingConfig
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.guesses import GuessTree
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.guesses import GuessTree
+from drafthead.core.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.with_lookup import WithLookup, merged
 

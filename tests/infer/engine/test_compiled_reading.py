@@ -9,10 +9,10 @@ from traced import graphs_are_traced
 
 from drafthead.backends.compiled import Compiled
 from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.prefill import padded, prefill
 

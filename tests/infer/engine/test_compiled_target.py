@@ -13,10 +13,10 @@ from transformers import LogitsProcessorList
 from drafthead.backends.compiled import Compiled
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cpu.substitutions import attention_of_one
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine import stepper

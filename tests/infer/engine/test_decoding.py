@@ -10,11 +10,11 @@ from laws import law_of_three_tokens, p_value
 from tiny import END, random_prompts
 from transformers import GenerationConfig
 
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, SamplingConfig
-from drafthead.heads.trees.recipe import Proposal
-from drafthead.heads.trees.tree import TokenTree
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, SamplingConfig
+from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.tree import TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import Planner, Propose
 from drafthead.infer.verifiers import VERIFIERS, Acceptance

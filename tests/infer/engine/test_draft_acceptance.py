@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from planned import Whole
 
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import chain_budgets, tree_budgets
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Acceptance, Size
 from drafthead.infer.engine.planner import AdaptivePlan, PlannedDecoding
 from drafthead.infer.engine.step_costs import StepCosts

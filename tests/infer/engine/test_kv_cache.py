@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drafthead.heads.kv_cache.cache_memory import CacheMemory
-from drafthead.heads.target.tree_cache import StepCache, TreeCache
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.target.tree_cache import StepCache, TreeCache
 from drafthead.infer.beams.beam_search import copy_rows
 
 

@@ -7,10 +7,10 @@ from tiny import BUSHY, END, VOCAB, random_prompts
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import SamplingConfig, probabilities
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.trees.tree import PADDING, TokenTree
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig, probabilities
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.trees.tree import PADDING, TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.engine.path_processing import PathProcessing

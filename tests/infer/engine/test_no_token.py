@@ -10,11 +10,11 @@ from traced import graphs_are_traced
 from transformers import LogitsProcessor
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree, levels_of
-from drafthead.heads.sampling import SamplingConfig
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.oracle import OracleDecoder

@@ -10,9 +10,9 @@ from tiny import placed, random_prompts, tiny_llama
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.recordings import Recording, Recordings
-from drafthead.heads import host
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.target.target import Target
+from drafthead.core import host
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
 

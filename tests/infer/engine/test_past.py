@@ -7,8 +7,8 @@ import torch
 from tiny import byte_tokenizer, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.past import common_prefix
 from drafthead.infer.request.options import read_options

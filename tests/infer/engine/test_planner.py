@@ -15,9 +15,9 @@ import torch
 from planned import NOTHING, size_of
 from scripted import Scripted
 
+from drafthead.core.trees.guesses import GuessTree
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import StaticTrees, chain_budgets, free_budgets, tree_budgets
-from drafthead.heads.trees.guesses import GuessTree
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size, Weighed
 from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run

@@ -13,11 +13,11 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from drafthead.heads.drafting.drafter import Committed
-from drafthead.heads.errors import UserError
+from drafthead.core.drafting.drafter import Committed
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.heads.families.recurrent.drafter import RecurrentSession
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.prefill import PASS_COST, padded, prefill, prompt_groups
 

@@ -16,13 +16,13 @@ from transformers import GenerationConfig
 
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import is_old
-from drafthead.heads.drafting.drafter import Drafter, DraftSession
-from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.cache_memory import power_of_two
-from drafthead.heads.sampling import NO_TOKEN
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.recipe import NO_NODE, TreeRecipe
-from drafthead.heads.trees.tree import PADDING, TokenTree
+from drafthead.core.drafting.drafter import Drafter, DraftSession
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.cache_memory import power_of_two
+from drafthead.core.sampling import NO_TOKEN
+from drafthead.core.target.target import Target
+from drafthead.core.trees.recipe import NO_NODE, TreeRecipe
+from drafthead.core.trees.tree import PADDING, TokenTree
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine import stepper
 from drafthead.infer.engine.batch_run import Batch

@@ -9,12 +9,12 @@ from tiny import BUSHY, random_prompts
 from transformers import FalconConfig, FalconForCausalLM
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import NO_FEATURES
+from drafthead.core.target.one_width import OneWidthTarget
+from drafthead.core.target.target import Target
+from drafthead.core.target.tree_cache import TreeCache
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.target.features import NO_FEATURES
-from drafthead.heads.target.one_width import OneWidthTarget
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.tree_cache import TreeCache
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.loaded import prepared_target

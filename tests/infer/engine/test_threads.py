@@ -15,7 +15,7 @@ from traced import graphs_are_traced
 from transformers import BloomConfig, BloomForCausalLM
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.timing.plans import StepKind

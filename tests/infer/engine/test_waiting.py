@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drafthead.heads import host
-from drafthead.heads.drafting.drafter import Drafter
-from drafthead.heads.target.target import Target
+from drafthead.core import host
+from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 
 META = torch.device("meta")

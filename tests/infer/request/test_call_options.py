@@ -12,8 +12,8 @@ from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 
 PROMPTS = random_prompts(3)

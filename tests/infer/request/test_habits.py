@@ -8,8 +8,8 @@ import torch
 from hidden_answers import generated
 from tiny import byte_tokenizer, tiny_llama, write_target
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer import DecodeOptions, Decoder, Target
 from drafthead.infer.request.other_words import OF_CALLS
 from drafthead.lab.tracing import trace

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tiny import byte_tokenizer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer.request.messages import arguments_of, rendered
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import content_of

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny import byte_tokenizer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import Batch
 from drafthead.infer.request.prompts import PadToken, encode, pad_token_of

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.stopping import GrowingText, stops_for
 

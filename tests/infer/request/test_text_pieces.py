@@ -5,8 +5,8 @@ import random
 import pytest
 from tiny import byte_fallback_tokenizer, byte_tokenizer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import GrowingAnswer, text_pieces, texts_of
 

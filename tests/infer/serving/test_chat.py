@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from tiny import byte_tokenizer, tiny_llama
 from transformers import PreTrainedTokenizerFast
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.serving import ServeRequest
 

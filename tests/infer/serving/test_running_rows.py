@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.kv_cache.column_cache import BLOCK
-from drafthead.heads.target.target import Target
+from drafthead.core.kv_cache.column_cache import BLOCK
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper

@@ -15,9 +15,9 @@ from hidden_answers import generated
 from tiny import END, VOCAB, byte_tokenizer, random_prompts
 from transformers import GenerationConfig
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.kv_cache.column_cache import BLOCK, ColumnCache
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.column_cache import BLOCK, ColumnCache
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stepper import Stepper

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from planned import size_of
 
+from drafthead.core.storage import disk_cache
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import chain_budgets
-from drafthead.heads.storage import disk_cache
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun

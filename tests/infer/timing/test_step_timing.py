@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 from planned import Whole
 
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import tree_budgets
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.timing.step_timing import ROUNDS, VISIT_STEPS, Visits, time_sizes

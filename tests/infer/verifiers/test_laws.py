@@ -17,9 +17,9 @@ import torch
 from conftest import ScriptedRandom
 
 from drafthead.contrib.lossy_rules.lenient import Lenient
+from drafthead.core.sampling import SamplingConfig, draft_distribution
+from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree, levels_of
-from drafthead.heads.sampling import SamplingConfig, draft_distribution
-from drafthead.heads.trees.tree import TokenTree, TreeShape
 from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, fit

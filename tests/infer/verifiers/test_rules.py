@@ -7,9 +7,9 @@ import torch
 from conftest import ScriptedRandom
 
 from drafthead.contrib.lossy_rules.typical import Typical
-from drafthead.heads.errors import UserError
-from drafthead.heads.sampling import NO_TOKEN, draw_without_replacement
-from drafthead.heads.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
+from drafthead.core.errors import UserError
+from drafthead.core.sampling import NO_TOKEN, draw_without_replacement
+from drafthead.core.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.engine.step import following_tokens

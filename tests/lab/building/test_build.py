@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.building import answering
 from drafthead.lab.building.answering import Answering, rows_at_once
 from drafthead.lab.building.budget import (

@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
 
+from drafthead.core.target.loading import vocabulary_of
+from drafthead.core.target.target import Target
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.weights_hash import weights_fingerprint
 from drafthead.infer import Decoder
 from drafthead.lab.diagnosis.checks import CHECKS, planner_of
 from drafthead.lab.diagnosis.examination import Examination, Patient, examine

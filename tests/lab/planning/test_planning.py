@@ -12,7 +12,7 @@ import torch
 from runs import run, write_inputs, write_run
 from torch import nn
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.planning.dry_setup import dry_setup
 from drafthead.lab.planning.estimate import (
     AVERAGE,

@@ -5,7 +5,7 @@ import logging
 import pytest
 from tiny import LETTERS, letters_model
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.lab.races import racing
 from drafthead.lab.races.race import RaceTerms
 from drafthead.lab.races.racing import DraftOptions, entrants, run_races

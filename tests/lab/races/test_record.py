@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tiny import byte_tokenizer, tiny_llama
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.lab.races.record import read_prompts
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from typer import Typer
 from typer.testing import CliRunner
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.reports.run_page import Section, curve, doctor_section, headline, run_page
 from drafthead.scripts.explain import report

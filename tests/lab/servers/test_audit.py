@@ -15,8 +15,8 @@ from tiny import llama_config
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 from written import EAGLE3, random_head
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.diagnosis.findings import Finding

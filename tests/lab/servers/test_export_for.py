@@ -16,10 +16,10 @@ from tiny import byte_tokenizer
 from transformers import LlamaForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
+from drafthead.core.target.target import Target
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.lab.servers.export_for import Served, export_for, export_named
 from drafthead.lab.servers.launch import is_ready, launch
@@ -226,7 +226,7 @@ def test_nothing_is_left_where_launching_ends(tmp_path, signals, status):
     (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
     run = (
         "import sys\nfrom pathlib import Path\n"
-        "from drafthead.heads.errors import UserError\n"
+        "from drafthead.core.errors import UserError\n"
         "from drafthead.lab.servers.export_for import Served\n"
         "from drafthead.lab.servers.launch import launch\n"
         "try: launch(Path(sys.argv[1]), Served('vllm', 'h', 'l', 'm', 'some/target', 3, ''))\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from readers import DRAFTS, TEXT, audited
 
-from drafthead.heads.storage.disk_cache import cache_folder
-from drafthead.heads.target.any_target import load_decoder_only
+from drafthead.core.storage.disk_cache import cache_folder
+from drafthead.core.target.any_target import load_decoder_only
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "smollm2_eagle3"
 # What the environment must name.

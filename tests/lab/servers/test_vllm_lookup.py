@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import byte_tokenizer
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.lab.servers.vllm_lookup import FOLDER, LookupProposer
 

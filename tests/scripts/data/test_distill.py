@@ -10,7 +10,7 @@ from tiny import write_target
 from typer import Typer
 from typer.testing import CliRunner, Result
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.scripts.data import distill, merge
 from drafthead.scripts.data.distill import system_text

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import byte_tokenizer
 
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer.drafters.store_lookup import load_table
 from drafthead.lab.reports.index import answers
 from drafthead.scripts import cli

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 from tiny import tiny_llama
 from written import random_head
 
+from drafthead.core.target.target import Target
 from drafthead.heads.formats.drafthead import save_head
-from drafthead.heads.target.target import Target
 from drafthead.scripts import cli
 
 NAME = "me/small-medusa"

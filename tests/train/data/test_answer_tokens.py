@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import SPECIALS, byte_tokenizer, write_target
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer import Decoder, serving
 from drafthead.infer.serving import Answer
 from drafthead.infer.tickets import Gain

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import byte_tokenizer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.sequences import TokenSequence, TokenTable

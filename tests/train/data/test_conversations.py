@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from typer import Typer
 from typer.testing import CliRunner
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import tell_of_base_model
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import tell_of_base_model
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.reports.data_set import runs
 from drafthead.scripts.data import inspect_data

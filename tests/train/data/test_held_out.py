@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny import byte_tokenizer
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.training_rows import DataConfig, training_data
 
 

@@ -7,7 +7,7 @@ import datasets
 import pytest
 from datasets import load_dataset_builder
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data import row_sources as module
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.row_sources import HubData, source_digest

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from tiny import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut

@@ -9,7 +9,7 @@ from datasets import Dataset
 from tiny import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut

@@ -9,8 +9,8 @@ import pytest
 from tiny import byte_tokenizer
 from transformers.utils import chat_template_utils
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.train.data.conversations import AnswerTokens, Conversation, StoredTokens
 from drafthead.train.data.fitted_rows import Reading, fitted_rows, turn_starts
 from drafthead.train.data.left_out import LeftOut

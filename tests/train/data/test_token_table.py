@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import byte_tokenizer, write_conversations
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.storage import disk_cache
+from drafthead.core.errors import UserError
+from drafthead.core.storage import disk_cache
 from drafthead.train.data import token_table as module
 from drafthead.train.data.conversations import Writer, read_conversations
 from drafthead.train.data.fitted_rows import Reading

@@ -22,9 +22,9 @@ from transformers import LlamaForCausalLM
 from typer import Typer
 from typer.testing import CliRunner
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.loading import vocabulary_of
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.loading import vocabulary_of
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.scripts.data import distill as distill_verb

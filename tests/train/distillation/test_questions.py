@@ -9,8 +9,8 @@ from distilled import SETTINGS, FakeDecoder, asked, distilled, rows_by_id
 from tiny import CHAT_TEMPLATE, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.chat_template import check_template_arguments
+from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import check_template_arguments
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.distillation.dialogue import sampled, with_system

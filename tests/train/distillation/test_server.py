@@ -14,7 +14,7 @@ from distilled import asked, rows_by_id
 from tiny import byte_tokenizer, write_target
 from transformers import GenerationConfig
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.serving import ServeRequest
 from drafthead.train.distillation import server as connection_module

@@ -8,8 +8,8 @@ import pytest
 from distilled import SETTINGS, FakeDecoder, RoundedByBatch, asked, distilled
 from tiny import tiny_llama
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
 from drafthead.train.distillation.distilled_file import DistilledFile, Shard
 from drafthead.train.distillation.merging import merge
 from drafthead.train.jobs.outputs import manifest_path

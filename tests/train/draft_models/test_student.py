@@ -9,11 +9,11 @@ from runs import run, write_inputs, write_run
 from tiny import VOCAB, llama_config, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.formats.loading import load_head
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.target import Target
-from drafthead.heads.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.frequent_tokens import DRAFT_IDS_FILE, FrequentTokens

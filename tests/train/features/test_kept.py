@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import tiny_llama, write_conversations, write_target
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.features import Features, FeatureSpec
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.features import kept as kept_features

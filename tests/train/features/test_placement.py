@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny import write_target
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.weights_hash import weights_fingerprint
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import TargetConfig, load_target, read_features

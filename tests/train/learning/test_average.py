@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_llama
 
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.train.learning.step import WeightAverage, decay_of_step
 from drafthead.train.run.trainables import new_head, trainable
 

@@ -23,11 +23,11 @@ from runs import evaluations
 from safetensors.torch import load_file
 from tiny import tiny_llama, write_conversations, write_target
 
+from drafthead.core.errors import UserError
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
-from drafthead.heads.errors import UserError
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.heads.target.features import Features
-from drafthead.heads.target.target import Target
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features

@@ -8,11 +8,11 @@ import torch
 from tiny import VOCAB
 from torch import nn
 
+from drafthead.core.target.features import Features
+from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
-from drafthead.heads.target.features import Features
-from drafthead.heads.trees.tree import TreeShape
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from tiny import byte_tokenizer, write_target
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.any_target import load_decoder_only
-from drafthead.heads.target.target import Target
+from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.jobs.outputs import manifest_path, only_writer

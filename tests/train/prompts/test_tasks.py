@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.scripts import cli
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.prompts.tasks import (

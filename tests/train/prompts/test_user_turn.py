@@ -4,7 +4,7 @@ import pytest
 from tiny import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.prompts.message_source import user_turn
 
 CHATML = (

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.train.prompts.tasks import Tasks
 from drafthead.train.run.config import RunConfig, TrainConfig, load_run_config, written_override

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from tiny import tiny_llama
 
-from drafthead.heads.errors import UserError
-from drafthead.heads.target.target import Target
-from drafthead.heads.target.weights_hash import weights_fingerprint
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.train.data.training_rows import Sources
 from drafthead.train.jobs import outputs
 from drafthead.train.jobs.outputs import full_disk_named

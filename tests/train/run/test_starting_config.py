@@ -7,7 +7,7 @@ import pytest
 import yaml
 from tiny import write_target
 
-from drafthead.heads.errors import UserError
+from drafthead.core.errors import UserError
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.starting_config import fitted, with_value, write_starting_config
 

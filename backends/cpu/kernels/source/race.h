@@ -4,7 +4,7 @@
 #include <cmath>
 
 namespace {
-// See `arrival_times` and `race` in heads/sampling.py.
+// See `arrival_times` and `race` in core/sampling.py.
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9,
                    MIX_2 = 0x94D049BB133111EB;
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from drafthead.backends.compiled import Compiled, has_kernels
 from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.heads.target.features import FeatureSpec
-from drafthead.heads.target.target import Target
+from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.target import Target
 from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")

@@ -5,8 +5,8 @@ import torch
 
 from drafthead.backends.compiled import Compiled, has_kernels
 from drafthead.backends.cpu.substitutions import replacement_of
-from drafthead.heads import sampling
-from drafthead.heads.sampling import NO_TOKEN, SamplingConfig, probabilities, race
+from drafthead.core import sampling
+from drafthead.core.sampling import NO_TOKEN, SamplingConfig, probabilities, race
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 
 from drafthead.backends.compiled import Compiled, has_kernels
 from drafthead.backends.cpu.substitutions import replacement_of
-from drafthead.heads.kv_cache.column_cache import move_columns
+from drafthead.core.kv_cache.column_cache import move_columns
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 

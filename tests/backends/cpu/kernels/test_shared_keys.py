@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from drafthead.backends.compiled import has_kernels
 from drafthead.backends.cpu.kernels import rewrites
-from drafthead.heads.target.target import Target
+from drafthead.core.target.target import Target
 from drafthead.infer.decoder import decoder_for
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")

@@ -1,0 +1,1 @@
+"""What every layer uses and knows no head: targets, caches, trees, sampling, drafting."""

@@ -1,0 +1,145 @@
+"""The fence before all that compiles: what heads and engine know of it.
+
+A `Backend` runs functions of tensors as they are. Those that compile them for a CPU, or record them
+for a GPU, stand in `drafthead.backends`, which is imported by name and only where that is wanted.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from drafthead.core.dims import Spec
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.target.masks import LayerMasks
+from drafthead.core.target.tree_cache import StepCache
+
+NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def no_variant(*_: Any) -> Hashable:
+    """For functions that differ by the sizes of their arguments alone."""
+    return None
+
+
+class TreeKernels(Protocol):
+    """Attention over trees, and the moves after a verdict, where recorded passes have kernels."""
+
+    most_nodes: int  # of a tree that they take
+
+    def masks(
+        self,
+        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
+        lengths: torch.Tensor,  # [B] committed positions
+        start: torch.Tensor,  # [] column of the first of the M nodes
+    ) -> LayerMasks:
+        """What the model takes as its mask."""
+        ...
+
+    def sight(
+        self, visible: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """`masks` of layers without windows, int64 [B, 1, 3, N]: those of draft heads."""
+        ...
+
+    def cache(
+        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], pending: int = 0
+    ) -> StepCache:
+        """The cache of keys and values [B, H, capacity, D] of each layer, after pending nodes."""
+        ...
+
+    def commit(
+        self,
+        states: Sequence[torch.Tensor],  # keys and values of all layers, [B, H, capacity, D]
+        path: torch.Tensor,  # [B, P] accepted nodes in order
+        accepted: torch.Tensor,  # [B] their number
+        lengths: torch.Tensor,  # [B] positions committed before
+        start: torch.Tensor,  # [] column of the tree's first node
+    ) -> None:
+        """Move the accepted nodes next to what their rows have committed."""
+        ...
+
+
+class Backend:
+    """Runs functions of tensors, here as they are; see `drafthead.backends.backend`."""
+
+    compiles = False  # whether functions are compiled, or recorded
+    fuses = False  # whether parts of recorded functions are compiled
+    has_kernels = False  # whether kernels of ours take the place of operations
+    memory: CacheMemory | None = None  # for caches, where calls are recorded: they want few sizes
+
+    def forget(self) -> None:
+        """Make compiled functions again, for the weights that they read have changed."""
+
+    def forget_also(self, other: "Backend") -> None:
+        """With this backend's functions forget those of another one, which read its weights too."""
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on compiling so far."""
+        return 0.0
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the graph that took longest so far."""
+        return 0.0
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        dims: Mapping[str, Spec],
+        reads: Sequence[Any],
+        in_bytes: bool = False,
+        variant: Callable[..., Hashable] = no_variant,
+        around: AbstractContextManager[object] = NOTHING,
+        layers: Sequence[nn.Module] = (),
+    ) -> Callable[..., Any]:
+        """The function as it is to be called: within `around`.
+
+        `dims` declares the shapes of its arguments, see `Dims`. `reads` are the models and other
+        values that it reads beside them, whose matrices may be read `in_bytes`. Calls differ in
+        their code by `variant(*arguments)`. `layers` are those that it runs one after the other.
+        """
+
+        def call(*arguments: Any) -> Any:
+            with around:
+                return function(*arguments)
+
+        return call
+
+    def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """What compiled functions call instead of `sampling.draw` or `move_columns`."""
+        return operation
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a recorded function, compiled where that gains anything."""
+        return function
+
+
+EAGER = Backend()
+
+
+def backend_for(device: torch.device, dtype: torch.dtype, fuses: bool = True) -> Backend:
+    """A backend that compiles for a CPU, or records for a GPU, functions of models of this type.
+
+    Without `fuses` recorded functions run as they are, so that first answers come soon.
+    """
+    made: Backend = import_module("drafthead.backends.backend").CompilingBackend(
+        device, dtype, fuses
+    )
+    return made
+
+
+def packed_target(target: Any, in_bytes: bool = False) -> Any:
+    """The `Target` with our kernels in its passes, where there are any for it."""
+    return import_module("drafthead.backends.cpu.packed_target").packed_target(target, in_bytes)
+
+
+def compiled_target(target: Any, in_bytes: bool, fuses: bool) -> Any:
+    """The `Target` with passes compiled or recorded, see `drafthead.backends.compiled_target`."""
+    return import_module("drafthead.backends.compiled_target").CompiledTarget(
+        target, in_bytes, fuses
+    )

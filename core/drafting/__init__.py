@@ -1,0 +1,1 @@
+"""drafthead.core.drafting: the interface between drafters and the engine that verifies."""

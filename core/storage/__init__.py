@@ -1,0 +1,1 @@
+"""drafthead.core.storage: files that a crash leaves whole, and what later runs can reuse."""

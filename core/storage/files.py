@@ -1,0 +1,63 @@
+"""Writing files and folders atomically."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+from drafthead.core.errors import UserError
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` at the end and is removed after an error.
+
+    So a crash leaves the old file or the new one, never half of it. Of several writers at once the
+    last one wins.
+    """
+    # Another name for each writer, or they would rename each other's files. Not from `tempfile`,
+    # whose files no other user may read.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as `replacing` does; raises OSError, and leaves nothing behind then."""
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def let_others_read(path: Path) -> None:
+    """Give a file the permissions of any new file: safetensors writes for the owner alone."""
+    probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    path.chmod(mode)
+
+
+@contextmanager
+def fresh_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `folder` at the end, or removed after an error.
+
+    Raises UserError when `folder` is a file or is not empty.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} exists and is not a folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose another --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp makes it readable for its owner only
+        temporary.replace(folder)
+    finally:
+        rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""drafthead.core.target: the frozen base model behind one interface."""

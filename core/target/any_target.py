@@ -1,0 +1,96 @@
+"""What a name stands for: a target, with an encoder or without, or its tokenizer alone."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.core.errors import UserError
+from drafthead.core.registry import Registry
+from drafthead.core.target.architecture import without_wrapper
+from drafthead.core.target.gguf_files import model_folder
+from drafthead.core.target.loading import (
+    has_encoder,
+    load_model,
+    refuse_missing_folder,
+    type_name,
+)
+from drafthead.core.target.placement import WHOLE, Placement
+from drafthead.core.target.seven_bits import round_matrices
+from drafthead.core.target.target import Target
+from drafthead.core.target.weight_types import INT7
+
+ENCODER_DECODER = "encoder-decoder"
+# Kinds of model that need another class than `Target`.
+TARGETS: Registry[type[Target]] = Registry(
+    {ENCODER_DECODER: "drafthead.contrib.encoder_decoder.encoder_decoder"}
+)
+
+
+def target_class(with_encoder: bool) -> type[Target]:
+    """The class of target for models with an encoder, or without."""
+    return TARGETS[ENCODER_DECODER] if with_encoder else Target
+
+
+def load_target(
+    name: str | Path, dtype: str = "auto", device: str = "auto", trust_code: bool = False
+) -> Target:
+    """`load_decoder_only` for models with an encoder as well."""
+    source = model_folder(name)
+    kind = target_class(has_encoder(source, trust_code))
+    return loaded(kind, source, name, dtype, device, trust_code)
+
+
+def load_decoder_only(
+    name: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_code: bool = False,
+    placement: Placement = WHOLE,
+) -> Target:
+    """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
+
+    `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or a lossy one, which is
+    another model: `int7` (bfloat16 with matrices of seven bits), `int8` or `int4` (those of
+    bitsandbytes). `device` is `auto` (a GPU if there is one) or a torch device, of the inputs
+    and of all that `placement` does not put elsewhere. Raises UserError naming what could not
+    be loaded or placed, and for a model with an encoder.
+    """
+    source = model_folder(name)
+    Target.check_kind(str(name), has_encoder(source, trust_code))
+    return loaded(Target, source, name, dtype, device, trust_code, placement)
+
+
+def loaded(
+    kind: type[Target],
+    source: str | Path,
+    name: str | Path,
+    dtype: str,
+    device: str,
+    trust_code: bool,
+    placement: Placement = WHOLE,
+) -> Target:
+    """A target of a folder or hub id that has this class of model; `name` is named in errors."""
+    model, tokenizer = load_model(source, name, dtype, device, trust_code, placement)
+    target = kind(model, tokenizer)
+    if type_name(dtype) == INT7:
+        round_matrices(target.model)
+        target.in_bytes = True
+    return target
+
+
+def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:
+    """A loaded model as a target; raises UserError where the constructor of its class does."""
+    return target_class(without_wrapper(model).config.is_encoder_decoder)(model, tokenizer)
+
+
+def tokenizer_named(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, GGUF file or hub id; UserError if there is none."""
+    folder = model_folder(name)
+    refuse_missing_folder(str(folder))
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error

@@ -1,0 +1,99 @@
+"""Where an architecture of transformers keeps its parts: decoder, layers, final norm, cache."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TypeVar
+
+from torch import nn
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from drafthead.core.errors import UserError
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+# Where the architectures of transformers keep their decoder layers and their final norm.
+LAYER_NAMES = ("layers", "h", "blocks", "block")
+NORM_NAMES = (
+    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
+    *("layer_norm", "layernorm"),
+)
+# How a `forward` calls the argument for keys and values: `cache` from transformers 5.24 on. The old
+# name first: code from elsewhere still has it, and what takes both has something else in the other.
+CACHE_NAMES = ("past_key_values", "cache")
+
+
+def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
+    """The first attribute of `root` among `names`; raises UserError naming what is missing."""
+    for name in names:
+        module = getattr(root, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise UserError(
+        f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
+        "this architecture cannot be tapped"
+    )
+
+
+def without_wrapper(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper; adapters within its layers keep working.
+
+    Raises UserError for prompt tuning, which is not within the layers.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is None:
+        return model
+    if adapter.is_prompt_learning:
+        raise UserError(
+            f"a target with a {adapter.peft_type.value} adapter is not supported: it puts a "
+            "learned prompt before the text, of which positions and masks know nothing"
+        )
+    return model.get_base_model()  # type: ignore[operator]  # PeftModel's method
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The stack of decoder layers of a causal language model, without its output head."""
+    decoder = model.get_decoder()
+    # For a few models that is the whole model or the output head.
+    if any(hasattr(decoder, name) for name in LAYER_NAMES):
+        return decoder
+    return getattr(model, "model", decoder)
+
+
+def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
+    """Whether `logits_to_keep` limits the logits and nothing else, and may name no position."""
+    takes = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
+    # Gemma 4 also passes it to its decoder, which then drops the other positions' hidden states.
+    decoder_takes = inspect.signature(type(decoder).forward).parameters
+    # Code from elsewhere may only take a number.
+    takes_places = takes is not None and "Tensor" in str(takes.annotation)
+    return takes_places and "logits_to_keep" not in decoder_takes
+
+
+def cache_argument(function: Callable[..., object]) -> str:
+    """The name of the argument for keys and values of a `forward`; empty where it takes none."""
+    takes = inspect.signature(function).parameters
+    return next((name for name in CACHE_NAMES if name in takes), "")
+
+
+def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Make a model's configuration that of some of its layers.
+
+    Settings that list a value for each layer keep those of the chosen layers. Two end tokens of a
+    model of two layers are no such setting.
+    """
+    count, given = config.num_hidden_layers, config.to_dict()
+    if own := given.get("per_layer_config"):  # of layers that differ from the others, by number
+        own = {int(layer): settings for layer, settings in own.items()}
+        config.per_layer_config = {n: own[old] for n, old in enumerate(layers) if old in own}
+    for name, value in given.items():
+        if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
+            setattr(config, name, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+
+
+def with_own_children(module: AnyModule) -> AnyModule:
+    """A copy whose submodules can be replaced; until then they are those of the original."""
+    twin = copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -1,0 +1,234 @@
+"""Loading a target's model and tokenizer by name, in a type, onto a device."""
+
+import hashlib
+import importlib.util
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.core.errors import UserError, first_line
+from drafthead.core.target.adapters import add_adapter, base_of_adapter
+from drafthead.core.target.placement import Placement
+from drafthead.core.target.weight_types import (
+    BITSANDBYTES,
+    LOSSY,
+    quantisation_of,
+)
+
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+
+def load_tokenizer(
+    name: str | Path, base_name: str, trust_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer stored with a model, or for an adapter without one, its base model's.
+
+    None for a folder without tokenizer files: its model takes token ids.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+    except (OSError, ValueError):
+        if base_name == str(name):
+            folder = Path(name)
+            if folder.is_dir() and not any(any(folder.glob(p)) for p in TOKENIZER_FILES):
+                return None
+            raise
+        return load_tokenizer(base_name, base_name, trust_code)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of which token each id stands for, added tokens included."""
+    return _vocabulary_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
+    """`vocabulary_of`, kept: tokens can only be added to a tokenizer, so its size tells."""
+    digest = hashlib.blake2b(digest_size=8)
+    for token, number in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def is_on(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether a model's weights are on a device; `cuda` means any GPU."""
+    return model.device.type == device.type and device.index in (None, model.device.index)
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Raise UserError for a name that can only be a folder, when there is no such folder.
+
+    The hub's names have the form OWNER/NAME; older ones without an owner are taken from its cache.
+    """
+    path = Path(name)
+    # Asking the hub for anything else takes many seconds and ends in a worse message; so does a
+    # misspelt folder within an existing one.
+    is_hub_id = len(path.parts) == 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
+    if not path.exists() and not is_hub_id and not is_in_cache(name, "config.json"):
+        raise UserError(
+            f"cannot load the model {name}: this folder does not exist (names on the hub have the "
+            "form OWNER/NAME)"
+        )
+
+
+def is_in_cache(name: str, file: str) -> bool:
+    """Whether the hub's cache here has this file of a name."""
+    try:
+        return isinstance(try_to_load_from_cache(name, file), str)
+    except HFValidationError:
+        return False
+
+
+def configuration_of(source: str | Path, trust_code: bool) -> PretrainedConfig | None:
+    """The configuration of a folder or hub id; None where there is none, as of an adapter.
+
+    Raises UserError for a folder that does not exist, and for a name that the hub would have to
+    bring where it cannot be reached.
+    """
+    refuse_missing_folder(str(source))
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
+    except Exception as error:  # transformers raises many kinds; loading the model tells which
+        away = isinstance(error.__cause__, LocalEntryNotFoundError)
+        if away and not is_in_cache(str(source), "adapter_config.json"):
+            raise UserError(
+                f"cannot load the model {source}: there is no such folder here, and the hub cannot "
+                "be reached"
+            ) from error
+        return None
+
+
+def has_encoder(source: str | Path, trust_code: bool) -> bool:
+    """Whether the model of a folder or hub id is an encoder-decoder model.
+
+    An adapter counts as one for a decoder-only model. Raises as `configuration_of`.
+    """
+    config = configuration_of(source, trust_code)
+    return config is not None and bool(config.is_encoder_decoder)
+
+
+def decoder_class(config: PretrainedConfig | None) -> Any:
+    """The class of transformers that loads a decoder-only model.
+
+    Most models of images and texts are no causal language models to transformers. They are used
+    for text alone.
+    """
+    texts, both = AutoModelForCausalLM, AutoModelForImageTextToText
+    kind = type(config)
+    return both if kind in both._model_mapping and kind not in texts._model_mapping else texts
+
+
+def type_name(dtype: object) -> str:
+    """The name of a type of weights: a torch type's, or a shorter name's for the same.
+
+    Raises UserError for what is neither.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str | torch.dtype):
+        raise UserError(f"dtype must be the name of a type or a torch type, got {dtype!r}")
+    return SHORT_NAMES.get(name, name)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch type called `name`; raises UserError for a name that is not a floating type.
+
+    Types that are LOSSY compute in bfloat16, which is returned for them.
+    """
+    dtype = torch.bfloat16 if name in LOSSY else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(
+            f"unknown dtype {name!r}: use auto, float32, bfloat16, float16, {', '.join(LOSSY)}"
+        )
+    return dtype
+
+
+def quantising_options(dtype: str, device: torch.device) -> dict[str, Any]:
+    """What transformers' `from_pretrained` takes for a type of BITSANDBYTES; nothing for others.
+
+    Raises UserError where bitsandbytes is not installed.
+    """
+    if dtype not in BITSANDBYTES:
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"the type {dtype} needs bitsandbytes, which is not installed: pip install "
+            "'drafthead[quantized]'"
+        )
+    config = BitsAndBytesConfig(**BITSANDBYTES[dtype])
+    return {"quantization_config": config, "device_map": {"": device}}  # they may not be movable
+
+
+def device_named(name: str) -> torch.device:
+    """The torch device called `name`; `auto` is a GPU if there is one.
+
+    Raises UserError for an unknown device, or for CUDA where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}: use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} was asked for, but this machine has no usable CUDA GPU")
+    return device
+
+
+def load_model(
+    source: str | Path,
+    name: str | Path,
+    dtype: str,
+    device: str,
+    trust_code: bool,
+    placement: Placement,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model and the tokenizer of a folder or hub id, or of an adapter with its base model.
+
+    The arguments are those of `any_target.load_decoder_only`.
+    Raises UserError, with `name`, for what could not be loaded or placed.
+    """
+    dtype, torch_device = type_name(dtype), device_named(device)
+    torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
+    if dtype in LOSSY and not placement.is_whole:
+        raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
+    base = base_of_adapter(source)
+    config = configuration_of(base or source, trust_code)
+    encodes = config is not None and config.is_encoder_decoder
+    model_class = AutoModelForSeq2SeqLM if encodes else decoder_class(config)
+    try:
+        options = quantising_options(dtype, torch_device) or placement.loading_options(
+            model_class, base or source, torch_dtype, torch_device, trust_code
+        )
+        model = model_class.from_pretrained(
+            base or source, dtype=torch_dtype, trust_remote_code=trust_code, **options
+        )
+        if base is not None:
+            add_adapter(model, source)
+        tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
+        # Quantised weights may not be movable.
+        if placement.is_whole and not is_on(model, torch_device):
+            model.to(torch_device)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds for a bad folder
+        raise UserError(f"cannot load the model {name}: {first_line(error)}") from error
+    if quantisation_of(model) in BITSANDBYTES:  # it would warn of a cast in every product
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return model.eval().requires_grad_(False), tokenizer  # nobody else has it to train

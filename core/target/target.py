@@ -1,0 +1,489 @@
+"""The frozen base model behind one interface, whatever its architecture.
+
+Features are read with forward hooks on the model's own modules, so no modelling code is patched,
+and quantised or PEFT-wrapped models work too. Only the requested layers are stored; transformers'
+`output_hidden_states=True` would store them all.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from drafthead.core.backend import EAGER, Backend, TreeKernels, compiled_target, packed_target
+from drafthead.core.dims import Spec
+from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.target.architecture import (
+    LAYER_NAMES,
+    NORM_NAMES,
+    cache_argument,
+    can_skip_logits,
+    find_decoder,
+    find_module,
+    without_wrapper,
+)
+from drafthead.core.target.context import Context
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.hooks import Place, Taps, evaluating
+from drafthead.core.target.logit_finish import Finish, found_finish, sample_ids
+from drafthead.core.target.masks import (
+    AlibiByPosition,
+    LayerMasks,
+    check_forward,
+    layer_kinds,
+    masks_by_kind,
+    uses_alibi,
+)
+from drafthead.core.target.tree_cache import TreeCache
+from drafthead.core.target.weight_types import BITSANDBYTES, INT7, quantisation_of
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """The result of one forward pass."""
+
+    logits: torch.Tensor  # [B, T or logits_to_keep, V]
+    features: Features
+
+
+class Target:
+    """A frozen causal language model with taps on its hidden states.
+
+    `EncoderDecoderTarget` is the subclass for models with an encoder.
+    """
+
+    # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
+    decoder_prompt: tuple[int, ...] = ()
+    # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
+    memory: CacheMemory | None = None
+    in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
+    backend: Backend = EAGER
+    kernels: TreeKernels | None = None  # of recorded passes, where they fit the model
+    # Of a part of a larger target: which of the latter's layers it has, and so of its caches.
+    numbers: tuple[int, ...] | None = None
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        """Find the layers of `model`; a PEFT wrapper is removed, its adapters stay.
+
+        The model stays as it is: passes have no gradients, and are in evaluation mode.
+
+        Raises UserError when decoder layers, final norm or output head are not found, when the
+        layers cannot run a token tree, when the model's logits are not those of `project`, or when
+        the model has an encoder and this class is not for such models, or the other way round.
+        """
+        model = without_wrapper(model)
+        self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
+        self.model: Any = model  # a `PreTrainedModel`, with what its class has beside that
+        self.called: Any = model  # by passes: other modules may stand in for its own
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config(decoder=True)
+        self.context = Context.of(self.config)
+        # They decide which masks a pass needs.
+        self.layer_kinds = layer_kinds(self.config, type(model).__name__)
+        decoder = find_decoder(model)
+        self.check_decoder(decoder)
+        self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
+        self.last_state = self.find_last_state(decoder)
+        output_head = model.get_output_embeddings()
+        if output_head is None:
+            raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
+        self.output_head: nn.Module = output_head
+        self.has_alibi = uses_alibi(self.config)
+        self.skips_logits = can_skip_logits(model, decoder)
+        self.cache_name = cache_argument(type(model).forward)
+        self.functions: dict[Hashable, Any] = {}  # that run its passes, by what they were made for
+        self.finish = self.find_finish()
+
+    def check_decoder(self, decoder: PreTrainedModel) -> None:
+        """Raise UserError with the reason when the decoder cannot run a token tree."""
+        check_forward(self.model, decoder, self.config)
+
+    def find_last_state(self, decoder: PreTrainedModel) -> Place:
+        """Where the last hidden state is; raises UserError when the final norm is not found."""
+        return Place(find_module(decoder, NORM_NAMES, "final norm"))
+
+    @torch.no_grad()
+    def find_finish(self) -> Finish:
+        """How the model makes logits of its output head's outputs, as one small pass shows.
+
+        Raises UserError when it is in no way that its configuration explains.
+        """
+        self.finish = Finish()  # of `project`, until it is found
+        return found_finish(self.model, self.config, self.sample_pass, self.project)
+
+    def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states [1, T, D] and the model's own logits [1, T, V] of some tokens."""
+        ids = sample_ids(self.model)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        output = self.run(ids, positions, None, FeatureSpec())
+        assert output.features.last is not None
+        return output.features.last, output.logits
+
+    @classmethod
+    def check_kind(cls, name: str, with_encoder: bool) -> None:
+        """Raise UserError, naming the model, when it has an encoder."""
+        if with_encoder:
+            raise UserError(
+                f"{name} is an encoder-decoder model, which can be decoded with a draft model or "
+                "prompt lookup (generate, trace, compare, verify); this needs a "
+                "decoder-only model"
+            )
+
+    @property
+    def precision(self) -> str:
+        """The type of the weights, as `load_target` takes it, or how they are quantised."""
+        if self.in_bytes:
+            return INT7
+        return quantisation_of(self.model) or str(self.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's inputs."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of the hidden states."""
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the hidden states."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number V of logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, as for `model.generate`."""
+        generation = self.model.generation_config
+        ends = generation.eos_token_id if generation else None
+        ends = self.config.eos_token_id if ends is None else ends
+        return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence in tokens that the positions allow; None when unlimited."""
+        return self.context.length
+
+    def legal_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions [...] within the context: what lies past its end is computed, never kept."""
+        return positions if self.max_length is None else positions.clamp_max(self.max_length - 1)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder reads the user's text and a decoder answers."""
+        return bool(self.decoder_prompt)
+
+    def refuse_encoder(self, what: str) -> None:
+        """Raise UserError, naming what was wanted, when the model has an encoder."""
+        if self.has_encoder:
+            raise UserError(
+                f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
+            )
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether several processes hold parts of its weights, so that all run all passes."""
+        return any(isinstance(weight, DTensor) for weight in self.model.parameters())
+
+    def check_compilable(self) -> None:
+        """Raise UserError when layers are on other devices or on disk, in other processes, or of
+        bitsandbytes.
+        """
+        if self.is_shared:
+            raise UserError("compile is not for targets that several processes share")
+        if len({weight.device for weight in self.model.parameters()}) > 1:
+            raise UserError("compile is for targets whose layers are all on one device")
+        if self.precision in BITSANDBYTES:
+            raise UserError(f"compile is not available for targets of the type {self.precision}")
+
+    def as_prompt(self, text: list[int]) -> list[int]:
+        """The prompt for a user's text of token ids: here the same.
+
+        With an encoder the text is the source, which `decoder_prompt` follows; raises UserError for
+        a source that is too long for the encoder.
+        """
+        return text
+
+    def answer_prefix(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What an answer is a continuation of: the prompt, without the source where there is one.
+
+        Its tokens count for `max_length`, and are what logits processors and criteria read.
+        """
+        return self.decoder_prompt or prompt
+
+    def compiled(self, in_bytes: bool = False, fuses: bool = True) -> "Target":
+        """This target with passes compiled, or on a GPU recorded; its model is shared.
+
+        With `in_bytes` passes read the weights as bytes: for draft models. Without `fuses` layers
+        are recorded as they are: for first answers.
+        """
+        with evaluating(self.model):
+            made: Target = compiled_target(self, in_bytes, fuses)
+        return made
+
+    def packed(self, in_bytes: bool = False) -> "Target":
+        """This target with passes that run our kernels at once, where there are any for it."""
+        made: Target = packed_target(self, in_bytes)
+        return made
+
+    def new_cache(self) -> TreeCache:
+        """An empty cache for passes of this target."""
+        return TreeCache()
+
+    @property
+    def reads_rows_alone(self) -> bool:
+        """Whether each prompt of a batch is to be read in passes of its own."""
+        return False
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether what a pass computes of a token has the same bits whatever else the pass reads.
+
+        torch's kernels round otherwise for other numbers of tokens.
+        """
+        return False
+
+    def begin(self, cache: TreeCache, columns: int) -> None:
+        """Give an empty cache the memory for one row where rows are read alone.
+
+        So the first pass over a prompt is like all others.
+        """
+        if self.reads_rows_alone:
+            cache.collect([self.one_token], [[0]], columns)
+            cache.cut(0)
+
+    @cached_property
+    def one_token(self) -> TreeCache:
+        """A cache that holds one token, and so knows the sizes of the keys of all layers."""
+        cache, place = TreeCache(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        Target.read(self, place, place, None, FeatureSpec(layers=(), last=False), cache)
+        cache.commit_prompt(place[0] + 1, 1, room=0)
+        return cache
+
+    def read_sources(
+        self,
+        ids: torch.Tensor,  # [B, T] right-padded: sources, and what the decoder begins with
+        lengths: torch.Tensor,  # [B]
+        cache: TreeCache,
+        room: int,
+    ) -> torch.Tensor:
+        """Read prompts into an empty cache, with room for so many columns after them.
+
+        Returns the last hidden states [B, D]. Raises NotImplementedError for a model without an
+        encoder: its prompts are read in chunks, see `infer.engine.prefill`.
+        """
+        raise NotImplementedError
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The module after the last layer, of a model without an encoder."""
+        return self.last_state.module
+
+    @torch.no_grad()
+    def final_norm_scale(self) -> torch.Tensor:
+        """The factor [D] by which the final norm multiplies each of D normalised numbers.
+
+        The norm is probed, because models differ in how they store this factor: in Gemma the weight
+        is the factor minus 1.
+        """
+        # A vector of ones and minus ones is normalised already, and the difference between the norm
+        # of it and of its opposite is free of any bias.
+        signs = 1 - 2 * (torch.arange(self.hidden_size) % 2)
+        signs = signs.to(self.device, self.dtype)
+        return (self.final_norm(signs) - self.final_norm(-signs)) / 2 * signs
+
+    @torch.no_grad()
+    def output_weight(self) -> torch.Tensor:
+        """Weight [V, D] of the output head, to be read: it has no gradient."""
+        if (matrix := self._plain_output_head()) is not None:
+            return matrix.weight.detach()
+        # Quantised, or with an adapter: the columns are the outputs for unit vectors.
+        rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
+
+    @torch.no_grad()
+    def input_weight(self) -> torch.Tensor:
+        """Input embeddings [V, D] of all tokens, to be read: they have no gradient."""
+        return self.embed(torch.arange(self.vocab_size, device=self.device))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings [..., D] of token ids [...]."""
+        return self.model.get_input_embeddings()(token_ids)
+
+    def project(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., V] of final hidden states [..., D], as the model itself computes them.
+
+        With `tokens` [n], the logits [..., n] of these tokens alone, and no others are computed
+        where the output head is a plain matrix.
+        """
+        if tokens is None:
+            return self.finish_logits(self.output_head(hidden))
+        matrix = self._plain_output_head()
+        if matrix is None:
+            return self.project(hidden)[..., tokens]
+        bias = None if matrix.bias is None else matrix.bias[tokens]
+        return self.finish_logits(linear(hidden, matrix.weight[tokens], bias))
+
+    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] of the token after each prompt, from final hidden states [B, D]."""
+        return self.project(hidden)
+
+    def _plain_output_head(self) -> nn.Linear | None:
+        """The output head when it is a matrix of numbers: not quantised, without adapters."""
+        head = self.model.get_output_embeddings()
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
+        return head if plain else None
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's scaling and cap, applied to outputs [..., V] of its output head."""
+        return self.finish(logits)
+
+    @torch.no_grad()
+    def run(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: LayerMasks,  # [B, 1, T, S] added to the attention scores
+        features: FeatureSpec,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> TargetOutput:
+        """One forward pass over T tokens that follow the cached ones.
+
+        Sliding windows, chunks and ALiBi are derived from the mask; None means causal.
+        `logits_to_keep=n` returns the logits of the last n positions only (0: of all). Features are
+        returned for all T positions.
+        """
+        with Taps(self, features) as taps:
+            logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+        return TargetOutput(logits[:, -logits_to_keep:], self._here(taps.features()))
+
+    @torch.no_grad()
+    def read(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
+        features: FeatureSpec,
+        cache: Cache | None = None,
+    ) -> Features:
+        """The features of the same pass; logits are not computed where the model can skip them."""
+        nowhere = torch.empty(0, dtype=torch.long, device=input_ids.device)
+        with Taps(self, features) as taps:
+            self.forward(input_ids, position_ids, attention_mask, cache, nowhere)
+        return self._here(taps.features())
+
+    def _here(self, features: Features) -> Features:
+        """The features on the device of the inputs, which those of layers elsewhere are not."""
+        return features.map(lambda hidden: hidden.to(self.device))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: LayerMasks,  # [B, 1, T, S]
+        cache: Cache | None = None,
+        logits_to_keep: int | torch.Tensor = 0,  # their number, or their places [n]
+    ) -> torch.Tensor:
+        """The forward pass of `run` without features: logits [B, T, V], or those to keep alone
+        where the model can skip the others.
+        """
+        options: dict[str, Any] = {self.cache_name: cache}
+        if self.skips_logits:
+            options["logits_to_keep"] = logits_to_keep
+        masks, alibi = self._layer_masks(attention_mask)
+        with alibi:
+            output = self.called(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=masks,
+                use_cache=cache is not None,
+                **options,
+            )
+        return output.logits
+
+    def pass_function(
+        self,
+        function: Callable[..., Any],
+        dims: Mapping[str, Spec],
+        taps: "Taps",
+        variant: Callable[..., Hashable],
+        reads: Sequence[Any],
+    ) -> Callable[..., Any]:
+        """A function that runs a pass within `taps`, as it is to be called.
+
+        The other arguments are those of `Backend.compile`; `reads` come beside the model.
+        """
+        layers, around = list(self.layers.children()), self.around(taps)
+        read = self.model, *reads
+        return self.backend.compile(function, dims, read, self.in_bytes, variant, around, layers)
+
+    def around(self, taps: "Taps") -> AbstractContextManager[object]:
+        """What a pass with these taps runs within."""
+        return taps
+
+    def place_of(self, number: int) -> Place:
+        """Where the hidden state of a number in `FeatureSpec` is."""
+        if number == self.num_layers:
+            return self.last_state
+        return Place(self.layers[max(number, 0)], is_input=number == -1)  # type: ignore[index]
+
+    def plain_logits(
+        self,
+        text: Sequence[int],
+        answers: torch.Tensor,  # [M, T]
+        count: int,
+    ) -> torch.Tensor:
+        """The logits [M, count, V] at the last positions of a user's text with each of the answers.
+
+        One pass without a cache: what drafted decoding is measured by.
+        """
+        before = torch.tensor([*text], dtype=torch.long, device=answers.device)
+        ids = torch.cat([before.expand(len(answers), -1), answers], dim=1)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
+
+    def kernels_for(self, nodes: int) -> TreeKernels | None:
+        """The kernels for passes over so many nodes; None where there are none."""
+        return None if self.kernels is None or nodes > self.kernels.most_nodes else self.kernels
+
+    def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
+        """What `run` takes as the mask of a pass over N new nodes; makes room for them.
+
+        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees.
+        """
+        return cache.additive_mask(visible, self.dtype)
+
+    def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
+        """What `read` takes as the mask of a prompt's positions `places` [T], which follow those in
+        the cache; makes room for them.
+        """
+        return cache.additive_mask((places[:, None] >= places)[None], self.dtype)
+
+    def _layer_masks(self, mask: LayerMasks) -> tuple[LayerMasks, AbstractContextManager[object]]:
+        """The model's `attention_mask`, and a context that must be active while it runs."""
+        if not isinstance(mask, torch.Tensor) or mask.dtype == torch.int64:
+            return mask, nullcontext()  # the model's own, or for the tree kernel
+        if self.has_alibi:
+            return None, AlibiByPosition(self.layers.children(), mask)
+        return masks_by_kind(mask, self.layer_kinds), nullcontext()

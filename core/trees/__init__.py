@@ -1,0 +1,1 @@
+"""drafthead.core.trees: token trees: their form, and how they are filled."""

@@ -1,1 +1,0 @@
-"""drafthead.heads.drafting: the interface between drafters and the engine that verifies."""

@@ -1,1 +1,0 @@
-"""drafthead.heads.kv_cache: keys and values of what was read, and the memory that they lie in."""

@@ -1,1 +1,0 @@
-"""drafthead.heads.storage: files that a crash leaves whole, and what later runs can reuse."""

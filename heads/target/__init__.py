@@ -1,1 +1,0 @@
-"""drafthead.heads.target: the frozen base model behind one interface."""

@@ -1,1 +1,0 @@
-"""drafthead.heads.trees: token trees: their form, and how they are filled."""
