@@ -17,6 +17,7 @@ from code_figures import (
     import_circles,
     reached_from,
     room_circles,
+    unexplained_methods,
     upward_imports,
 )
 
@@ -134,6 +135,30 @@ def test_docstrings_name_their_nouns() -> None:
     ]
     assert not [f"{path}: {text}" for path, text in texts if PRONOUNS.match(text)]
     assert PRONOUNS.match("The window. Those of a shard are some.")
+
+
+def test_every_public_method_is_explained() -> None:
+    """By its docstring, or by that of the method of ours that it overrides; ruff asks the rest."""
+    benchmarks = all_modules(layers=("benchmarks",))
+    assert not list(map(str, unexplained_methods([*MODULES, *benchmarks])))
+
+
+def test_methods_that_override_none_of_ours_need_a_docstring() -> None:
+    base = (
+        'class Base(Generic[T]):\n    def f(self):\n        """F."""\n'
+        "    def g(self): ...\n    def _h(self): ..."
+    )
+    texts = {
+        "heads/a": base,
+        "heads/b": "from drafthead.heads.a import Base as B",
+        "heads/c": "from drafthead.heads.b import B\nclass C(B[int]):\n    x = 0",
+        "heads/d": "from drafthead.heads import c\nfrom drafthead.heads.c import C\n"
+        "class D(C):\n    def f(self): ...\n    def g(self): ...\n"
+        "class E(Module):\n    def f(self): ...\n",
+    }
+    modules = [Module(Path(f"{name}.py"), text) for name, text in texts.items()]
+    found = [f"{f.owner}{f.node.name}" for f in unexplained_methods(modules)]
+    assert found == ["Base.g", "D.g", "E.f"]
 
 
 def test_functions_fit_a_screen() -> None:
