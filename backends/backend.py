@@ -44,14 +44,12 @@ class CompilingBackend(Backend):
         around: AbstractContextManager[object] = NOTHING,
         layers: Sequence[nn.Module] = (),
     ) -> Compiled:
-        """See `Backend.compile`, and `Compiled`."""
         made_for = self.device, self.dtype
         made = Compiled(function, *made_for, dims, variant, around, reads, in_bytes, layers)
         self.made.append(made)
         return made
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        """Our kernel where there is one."""
         if self.device.type == "cuda" and operation is draw:
             with suppress(ImportError):  # without Triton filters sort
                 found: Callable[..., Any] = import_module(KEPT_DRAWS).draw
@@ -59,7 +57,6 @@ class CompilingBackend(Backend):
         return replacement_of(operation, self.has_kernels)
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function under `torch.compile`, where parts of recordings are compiled."""
         if not self.fuses:
             return function
         with suppress(ImportError):  # without Triton there is nothing to compile with
@@ -68,13 +65,11 @@ class CompilingBackend(Backend):
 
     @property
     def seconds(self) -> float:
-        """Time spent on compiling so far."""
         # A list of them: another thread may add one meanwhile.
         return sum(made.seconds for made in list(self.made))
 
     @property
     def longest(self) -> float:
-        """Seconds of the graph that took longest so far."""
         return max((made.longest for made in list(self.made)), default=0.0)
 
     def forget(self) -> None:
@@ -86,5 +81,4 @@ class CompilingBackend(Backend):
             other.forget()
 
     def forget_also(self, other: Backend) -> None:
-        """See `Backend.forget_also`."""
         self.others.add(other)

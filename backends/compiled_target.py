@@ -62,7 +62,6 @@ class CompiledTarget(Target):
     kernels: TreeKernels | None
 
     def __init__(self, target: Target, in_bytes: bool = False, fuses: bool = True):
-        """See `Target.compiled`."""
         super().__init__(target.model, target.tokenizer)
         self.numbers = target.numbers  # a part is not asked whether kernels fit it
         self.backend = CompilingBackend(target.device, target.dtype, fuses)
@@ -78,7 +77,6 @@ class CompiledTarget(Target):
         self.output = self.backend.compile(self.project, OUTPUT, (self.model,), self.in_bytes)
 
     def around(self, taps: Taps) -> AbstractContextManager[object]:
-        """What a pass with these taps runs within."""
         makers: list[Callable[[], AbstractContextManager[object]]] = [lambda: taps]
         if self.layer_codes is not None:
             makers.append(self.layer_codes.used)
@@ -87,7 +85,6 @@ class CompiledTarget(Target):
         return taps if len(makers) == 1 else Together(*makers)
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
-        """As `Target.tree_mask`, or what the kernel takes in its place."""
         nodes, count = visible.shape[1:]
         kernels = self.kernels_for(count)
         if kernels is None or cache.lengths is None:
@@ -96,7 +93,6 @@ class CompiledTarget(Target):
         return kernels.masks(visible, cache.lengths, columns[0] - (count - nodes))
 
     def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
-        """As `Target.later_mask`, or what stands for it where a kernel needs none."""
         if self.kernels is None or not self.kernels.reads_later:
             return super().later_mask(cache, places)
         cache.make_room(len(places))
@@ -183,7 +179,6 @@ class CompiledTarget(Target):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> TargetOutput:
-        """As `Target.run`; passes after a committed prompt are compiled."""
         if not isinstance(cache, TreeCache) or not cache.keys or attention_mask is None:
             return super().run(
                 input_ids, position_ids, attention_mask, features, cache, logits_to_keep
@@ -289,7 +284,6 @@ class CompiledTarget(Target):
 
     @cached_property
     def same_bits(self) -> bool:
-        """As `Target.same_bits`: where all products and attention are left to our kernels."""
         return (
             self.reads_rows_alone
             and self.hidden_size < SUMMED_ALONE

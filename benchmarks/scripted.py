@@ -43,7 +43,6 @@ class Scripted(Drafter):
         return f"scripted {self.budgets[-1].depth}"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session at the beginning of every answer, for prompts [B, T] of lengths [B]."""
         return ScriptedSession(self, prompts.device)
 
 
@@ -81,12 +80,10 @@ class ScriptedSession(DraftSession):
         self.unread = []
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Go on with the rows [R] only, once what was committed is read."""
         self._read()
         super().keep_rows(rows)
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """The known answer with deliberate mistakes, and wrong tokens as siblings."""
         self._read()
         shape = stem_and_leaves(budget)
         rows = [self._fill(row, shape) for row in range(len(self.answers))]

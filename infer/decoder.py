@@ -36,7 +36,7 @@ from drafthead.infer.loaded import (
 from drafthead.infer.method import Method, planner_of, rule_of
 from drafthead.infer.past import Memory
 from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
-from drafthead.infer.request.other_words import OtherWords, type_of_weights, with_older_drafts
+from drafthead.infer.request.other_words import OtherWords, type_of_weights
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import Options, Request
 from drafthead.infer.request.text_pieces import text_pieces
@@ -128,9 +128,9 @@ class Decoder:
         best nodes of both (`WithLookup`).
 
         A loaded model stays as it is, also where it is in training; pass its `tokenizer`, or that
-        one's name, for prompts and answers that are texts. `others` are older and transformers'
-        words. `tree_nodes` fixes the size of the trees, the root included, and turns the planner
-        off. By default the planner sizes them by their cost on this machine, which it learns while
+        one's name, for prompts and answers that are texts. `others` are transformers' words.
+        `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
+        default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
         own layers or lookup propose on a path, by default 4. `compile` makes graphs of the passes
         when they first run, minutes the first time and seconds later; the output stays the same. By
@@ -141,7 +141,7 @@ class Decoder:
         with a model runs only with `trust_remote_code`. Raises UserError for what cannot be loaded,
         does not fit the target or has another name here.
         """
-        drafts = read_drafts(with_older_drafts(draft, others))
+        drafts = read_drafts(draft)
         length = length_of_paths(draft_tokens, drafts)
         dtype = type_of_weights(dtype, others)
         loaded = loaded_target(target, dtype, str(device), trust_remote_code, tokenizer)

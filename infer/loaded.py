@@ -35,6 +35,7 @@ from drafthead.infer.drafters.model_drafter import load_draft_model, model_draft
 from drafthead.infer.drafters.ngram_table import RECORD
 from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup, load_table
 from drafthead.infer.drafters.with_lookup import WithLookup
+from drafthead.infer.request.values import is_list
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def read_drafts(draft: Draft | Sequence[Draft] | None) -> list[NamedDraft | Draf
     Raises UserError for what is no name, no path and no Drafter, for a path where nothing drafts,
     for two drafters of which none goes beside the other, and for the same kind twice.
     """
-    given = [draft] if isinstance(draft, str | Path | Drafter) else list(draft or ())
+    given = draft if is_list(draft) else [] if draft is None else [draft]
     drafts = [each if isinstance(each, Drafter) else named_draft(each) for each in given]
     alone = [str(each) for each in drafts if not is_beside(each)]
     if len(alone) > 1:

@@ -66,7 +66,6 @@ class GuardedStop(Stop):
         self.ticket, self.stop = ticket, stop
 
     def __call__(self, token: int) -> FinishReason | None:
-        """Why the answer ends with this token; None where it goes on."""
         try:
             return self.stop(token)
         except Exception as error:

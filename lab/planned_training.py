@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,16 +13,15 @@ import psutil
 import torch
 
 from drafthead.core.errors import UserError
-from drafthead.lab.planning.dry_setup import DrySetup, dry_setup
 from drafthead.lab.planning.estimate import (
+    BUFFERS,
     DiskUse,
     Place,
-    Remedy,
-    StepMemory,
+    Setup,
     disk_use,
-    process_memory,
-    remedies,
-    step_memory,
+    held_memory,
+    less_memory,
+    set_up,
 )
 from drafthead.train.run.config import RunConfig, load_run_config
 
@@ -57,26 +57,28 @@ class TrainingPlan:
     """All that is known of a run before it."""
 
     config: RunConfig
-    setup: DrySetup
+    setup: Setup
     place: Place
-    memory: StepMemory
+    held: dict[str, int]  # bytes of one process throughout a step, by part
     disk: DiskUse
     trial: Trial | None
     untried: str  # why there was no trial
     room: int  # bytes that a device has, or the machine
     tokens: float | None  # supervised tokens that are wanted
-    remedies: Sequence[Remedy] = ()
 
     @property
     def computed(self) -> int:
-        """The bytes of one process by the step without numbers."""
-        return process_memory(self.memory, self.place).total()
+        """The bytes that one process holds throughout, without what passes within a step."""
+        return sum(self.held.values())
 
     @property
     def needed(self) -> int:
-        """The bytes of a process, measured if one like it was tried; on a CPU, of all of them."""
-        alone = self.trial is not None and self.place.processes == 1
-        one = self.trial.peak if self.trial is not None and alone else self.computed
+        """The bytes of a process, measured if the run was tried, or the least that they can be.
+
+        On a CPU, of all processes.
+        """
+        exchanged = self.held.get(BUFFERS, 0)
+        one = self.computed if self.trial is None else self.trial.peak + exchanged
         return one * self.place.processes if self.place.on_cpu else one
 
     @property
@@ -85,17 +87,16 @@ class TrainingPlan:
         return self.needed <= self.room
 
     def verdict(self) -> str:
-        """One sentence: whether it fits, and if not, what to change first."""
-        need = f"{self.needed / 1e9:.2f} GB of memory, and there are {self.room / 1e9:.2f} GB"
-        if self.fits:
-            return f"it fits: the run needs about {need}"
-        processes = self.place.processes if self.place.on_cpu else 1
-        advice = "no single setting above suffices"
-        for remedy in self.remedies:
-            if self.needed - processes * (self.computed - remedy.total) <= self.room:
-                advice = f"with {remedy.setting} it would fit"
-                break
-        return f"it does not fit: the run needs about {need}; {advice}"
+        """One sentence: whether it fits, and if not, what to change."""
+        about = "at least" if self.trial is None else "about"
+        need = (
+            f"the run needs {about} {self.needed / 1e9:.2f} GB of memory, and there are "
+            f"{self.room / 1e9:.2f} GB"
+        )
+        if not self.fits:
+            settings = ", ".join(less_memory(self.setup))
+            return f"it does not fit: {need}; what needs less: {settings or 'a smaller target'}"
+        return f"it fits: {need}" if self.trial else f"it may fit: {need}; real steps would tell"
 
 
 def plan_training(
@@ -109,10 +110,9 @@ def plan_training(
 ) -> TrainingPlan:
     """The memory, the disk and the time that a training run will need.
 
-    The memory is computed from a step without numbers, part by part: of the target only config.json
-    is read, and the tokenizer. Then a few real steps are tried in another process, if the weights
-    are there and the memory suffices: they show the speed, and the memory as it is. If the run does
-    not fit, settings that would help are listed, those that cost least first.
+    What a process holds throughout is computed from the sizes of weights: of the target only
+    config.json is read, and the tokenizer. Then a few real steps are tried in another process, if
+    the weights are there and the memory suffices: they show the speed, and the memory as it is.
     """
     run = load_run_config(config, settings)
     run = replace(run, train=run.train.shared_among(processes))
@@ -122,16 +122,14 @@ def plan_training(
     room = memory_here(on_cpu) if memory is None else bytes_of(memory)
     # This process has imported what one that trains imports, and done nothing yet.
     place = Place(processes, on_cpu, psutil.Process().memory_info().rss if on_cpu else 0)
-    setup = dry_setup(run, has_data=has_data)
-    step = step_memory(setup, processes)
+    setup = set_up(run, has_data)
+    held = held_memory(setup, place)
     plan = TrainingPlan(
-        run, setup, place, step, disk_use(setup, step), None, "--no-measure", room, tokens
+        run, setup, place, held, disk_use(setup), None, "--no-measure", room, tokens
     )
     if measure:
         trial, reason = tried(config, settings, plan.computed, memory_here(on_cpu))
         plan = replace(plan, trial=trial, untried=reason)
-    if not plan.fits:
-        plan = replace(plan, remedies=remedies(setup, place))
     return plan
 
 
@@ -140,7 +138,7 @@ def tried(
 ) -> tuple[Trial | None, str]:
     """A trial of the run, or None and why there is none."""
     if needed > available:
-        return None, f"it needs {needed / 1e9:.1f} GB, and {available / 1e9:.1f} are here"
+        return None, f"it needs at least {needed / 1e9:.1f} GB, and {available / 1e9:.1f} are here"
     print(f"trying up to {MOST_STEPS} real steps", flush=True)
     try:
         return run_trial(config, settings), ""
@@ -148,16 +146,24 @@ def tried(
         return None, str(error)
 
 
+class TrialOutOfMemoryError(UserError):
+    """The memory did not suffice for a trial."""
+
+
 def run_trial(config: Path, settings: Sequence[str]) -> Trial:
     """Try the run of a configuration, in a process of its own.
 
-    Raises UserError with the process's own words when it failed.
+    Raises UserError with the process's own words when it failed, TrialOutOfMemoryError where the
+    device had no more memory or the system ended the process.
     """
     command = [sys.executable, "-m", "drafthead.lab.planning.trial", str(config), *settings]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        printed = done.stderr.strip().splitlines() or ["it printed nothing"]
-        raise UserError(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
+        ended = f"its process ended with status {done.returncode}"
+        printed = done.stderr.strip().splitlines() or [ended]
+        is_memory = "OutOfMemoryError" in printed[-1] or done.returncode == -signal.SIGKILL
+        kind = TrialOutOfMemoryError if is_memory else UserError
+        raise kind(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}")
     return Trial(**json.loads(done.stdout.splitlines()[-1]))
 
 

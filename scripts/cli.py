@@ -17,7 +17,6 @@ from typing import Annotated, NamedTuple
 import typer
 
 from drafthead.core.errors import UserError
-from drafthead.scripts.older_words import renewed
 from drafthead.scripts.options import InterruptedVerbError, with_groups
 
 HELP = {"help_option_names": ["--help", "-h"]}
@@ -210,7 +209,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else two lines for each time it retries
     try:
-        words = renewed(sys.argv[1:])
+        words = sys.argv[1:]
         build_app(words)(words)
     except UserError as error:
         sys.exit(fail(str(error), 2))

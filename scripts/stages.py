@@ -28,7 +28,12 @@ from drafthead.lab.building.folder import STAGES, BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import read_rows
 from drafthead.lab.building.view import View
 from drafthead.lab.learning_curve import LearningCurve, in_words, what_more_would_bring
-from drafthead.lab.planned_training import plan_training, run_trial
+from drafthead.lab.planned_training import (
+    Trial,
+    TrialOutOfMemoryError,
+    plan_training,
+    run_trial,
+)
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
 from drafthead.lab.reports.comparison import NAMES
@@ -90,11 +95,7 @@ class Building:
             )
         verdict = plan.verdict()
         if not plan.fits:
-            changes = [r.setting for r in plan.remedies if r.total <= plan.room]
-            if not changes:
-                raise UserError(verdict)
-            self.settings.append(changes[0])
-            verdict += ", so this is set"
+            raise UserError(verdict)
         chosen = self.choices
         return (
             f"{self.path}, in {in_words(60 * chosen.minutes)}: prompts, answers of "
@@ -199,7 +200,7 @@ class Building:
             self.trained.rename(self.path / "head_before")
         train_on = written_override("data.train", str(self.source.held_out))
         data = [train_on, "data.validation=null"]
-        trial = run_trial(self.config, [*self.settings, *data])
+        trial = self.fitting_trial(data)
         speed = trial.tokens_per_s
         said = [f"a head learns {speed:,.0f} tokens/s here, in {trial.peak / 1e9:.1f} GB of memory"]
         trains = speed * self.to_learn() / 2 >= FEWEST_TOKENS
@@ -218,6 +219,17 @@ class Building:
             "seconds_a_token": alone, "a_graph": self.a_graph, "settings": self.settings,
             "trains": trains, "said": said,
         }  # fmt: skip
+
+    def fitting_trial(self, data: list[str]) -> Trial:
+        """A trial of training, with half as many rows at a time until the memory suffices."""
+        while True:
+            rows = load_run_config(self.config, self.settings).train.micro_batch_rows
+            try:
+                return run_trial(self.config, [*self.settings, *data])
+            except TrialOutOfMemoryError:
+                if rows == 1:
+                    raise
+            self.settings = changed(self.settings, "train.micro_batch_rows", rows // 2)
 
     def count(self) -> Facts:
         """The table of n-grams, and what it brings without training."""

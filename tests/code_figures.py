@@ -4,7 +4,7 @@ import argparse
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -59,6 +59,11 @@ class Function:
 
     def __str__(self) -> str:
         return f"{self.module.path}:{self.node.lineno} {self.owner}{self.node.name}"
+
+    @property
+    def owners(self) -> list[str]:
+        """The names of the classes that it is in, and of functions with "<locals>"."""
+        return self.owner.split(".")[:-1]
 
     @property
     def lines(self) -> int:
@@ -118,6 +123,16 @@ class Module:
         return {next((n for n in names if n in modules), self.name) for names in self.imports}
 
     @cached_property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
+
+    @cached_property
+    def origins(self) -> dict[str, tuple[str, str]]:
+        """Module and name there of what is imported by name."""
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom)]
+        return {a.asname or a.name: (n.module or "", a.name) for n in nodes for a in n.names}
+
+    @cached_property
     def functions(self) -> list[Function]:
         return list(self._functions(self.tree, ""))
 
@@ -140,9 +155,9 @@ class Module:
         return sum((text.end_lineno or 0) - text.lineno + 1 for text in first)
 
 
-def all_modules(root: Path = ROOT) -> list[Module]:
+def all_modules(root: Path = ROOT, layers: Iterable[str] = LAYERS) -> list[Module]:
     """Every file of the layers."""
-    paths = [path for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
+    paths = [path for layer in layers for path in sorted((root / layer).rglob("*.py"))]
     return [Module(path.relative_to(root), path.read_text()) for path in paths]
 
 
@@ -219,6 +234,40 @@ def small_files(modules: list[Module], most: int = 80) -> list[Module]:
         for m in modules
         if len(m.lines) < most and importers[m.name] == 1 and m.path.stem != "__init__"
     ]
+
+
+def bases_of(
+    known: Mapping[str, Module], module: Module, name: str
+) -> Iterator[tuple[Module, ast.ClassDef]]:
+    """The base classes of a class of a module that are in known modules, and their own bases."""
+    for base in module.classes[name].bases:
+        base = base.value if isinstance(base, ast.Subscript) else base  # Base[T]
+        where, of = module, ast.unparse(base)
+        while of not in where.classes and of in where.origins:
+            source, of = where.origins[of]
+            if source not in known:
+                break
+            where = known[source]
+        if of in where.classes and (where, of) != (module, name):
+            yield where, where.classes[of]
+            yield from bases_of(known, where, of)
+
+
+def is_explained(known: Mapping[str, Module], method: Function) -> bool:
+    """Whether a method has a docstring, or overrides one of a class of ours that has one."""
+    ours = [
+        node for _, base in bases_of(known, method.module, method.owners[-1]) for node in base.body
+    ]
+    overridden = [n for n in ours if isinstance(n, FUNCTION) and n.name == method.node.name]
+    return any(ast.get_docstring(node) for node in [method.node, *overridden])
+
+
+def unexplained_methods(modules: list[Module]) -> list[Function]:
+    """Public methods of public classes that no docstring explains, here or in a base class."""
+    known = {module.name: module for module in modules}
+    functions = [f for m in modules for f in m.functions if f.public and f.owners]
+    methods = [f for f in functions if not any(name.startswith("_") for name in f.owners)]
+    return [f for f in methods if not is_explained(known, f)]
 
 
 def functions_without_shape(modules: list[Module]) -> list[Function]:

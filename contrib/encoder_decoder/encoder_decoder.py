@@ -47,12 +47,10 @@ class EncoderDecoderTarget(Target):
 
     @classmethod
     def check_kind(cls, name: str, with_encoder: bool) -> None:
-        """Raise UserError, naming the model, when it has no encoder."""
         if not with_encoder:
             raise UserError(f"{name} is no encoder-decoder model")
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
-        """Keep both halves; raises UserError when the decoder cannot run a token tree."""
         self.encoder, self.decoder = self.model.get_encoder(), decoder
         implementation = self.config._attn_implementation
         takes = inspect.signature(type(self.model).forward).parameters
@@ -104,7 +102,6 @@ class EncoderDecoderTarget(Target):
         return positions
 
     def new_cache(self) -> SourceCache:
-        """An empty cache for passes of this target."""
         return SourceCache()
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -119,7 +116,6 @@ class EncoderDecoderTarget(Target):
         cache: TreeCache,
         room: int,
     ) -> torch.Tensor:
-        """Read sources and the decoder's first tokens; returns the last hidden states [B, D]."""
         assert isinstance(cache, SourceCache)
         start = torch.tensor(self.decoder_prompt, device=ids.device)
         steps = torch.arange(len(start), device=ids.device)
@@ -165,7 +161,6 @@ class EncoderDecoderTarget(Target):
         cache: Cache | None = None,
         logits_to_keep: int | torch.Tensor = 0,
     ) -> torch.Tensor:
-        """Logits [B, T, V] of a pass of the decoder; the cache holds the sources."""
         assert isinstance(cache, SourceCache) and isinstance(attention_mask, torch.Tensor)
         positions = position_ids - cache.sources[:, None]
         if self.max_length is not None:
@@ -191,7 +186,6 @@ class EncoderDecoderTarget(Target):
         answers: torch.Tensor,  # [M, T]
         count: int,
     ) -> torch.Tensor:
-        """As `Target.plain_logits`: the logits [M, count, V] of transformers' own pass."""
         source, start = (
             torch.tensor([*ids], dtype=torch.long, device=answers.device).expand(len(answers), -1)
             for ids in (text, self.decoder_prompt)

@@ -69,14 +69,12 @@ class SourceCache(TreeCache):
         return seen & (columns >= self.sources[:, None])[:, None, None]
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
-        """As `ColumnCache.keep_rows`."""
         super().keep_rows(rows, longest)
         self.sources = self.sources[rows]
 
     def join_rows(
         self, other: ColumnCache, order: Sequence[int], longest: int | None = None
     ) -> None:
-        """As `ColumnCache.join_rows`."""
         assert isinstance(other, SourceCache)
         super().join_rows(other, order, longest)
         self.sources = torch.cat([self.sources, other.sources])[[*order]]
@@ -85,7 +83,6 @@ class SourceCache(TreeCache):
     def collect(
         self, parts: Sequence[ColumnCache], places: Sequence[Sequence[int]], room: int
     ) -> None:
-        """As `ColumnCache.collect`."""
         super().collect(parts, places, room)
         begun = [part for part in parts if isinstance(part, SourceCache)]
         rows = torch.tensor([place for group in places for place in group])

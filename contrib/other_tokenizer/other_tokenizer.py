@@ -71,27 +71,22 @@ class OtherTokenizer(DraftModel):
         return self.shared is None or (is_chain and random is None)
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [..., S] of the shared tokens, of all [..., V]."""
         assert self.shared is not None
         return logits.index_select(-1, self.shared.draft_ids)
 
     def target_ids(self, places: torch.Tensor) -> torch.Tensor:
-        """The target's numbers of shared tokens at places [...]."""
         assert self.shared is not None
         return self.shared.target_ids[places]
 
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The draft model's numbers of the target's tokens [...]."""
         assert self.shared is not None
         return self.shared.of_target[tokens]
 
     def __repr__(self) -> str:
-        """The draft model, that it writes text, and how many tokens are shared."""
         shared = "" if self.shared is None else f" with {len(self.shared)} shared tokens"
         return f"{super().__repr__()} by text{shared}"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session whose model has read the text of the prompts [B, T] of lengths [B]."""
         return OtherTokenizerSession(self, prompts, lengths)
 
 
@@ -106,7 +101,6 @@ class OtherTokenizerSession(DraftModelSession):
     drafter: OtherTokenizer
 
     def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Read the prompts' texts."""
         translator = self.drafter.writer.translator
         self.rows = [TranslatedRow(translator) for _ in range(len(lengths))]
         for row, tokens, length in zip(self.rows, to_host(prompts), to_host(lengths), strict=True):
@@ -122,13 +116,11 @@ class OtherTokenizerSession(DraftModelSession):
         self.roots, self.logits = committed.ends.roots, None
 
     def cut(self, length: int) -> None:
-        """Keep the target's tokens at the first `length` positions and the one after them."""
         for row in self.rows:
             row.cut(length + 1)
         self.logits = None
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Read what is new, then write, or draft shared tokens."""
         if not self.drafter.writes(budget, random):
             return super().propose(budget, sampling, random)
         self._catch_up()

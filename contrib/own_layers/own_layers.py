@@ -50,11 +50,9 @@ class OwnLayers(LevelDrafter):
         super().__init__(part_of(target, layers), target, depth)
 
     def __repr__(self) -> str:
-        """The description of a model of these layers, and whose they are."""
         return f"{super().__repr__()} within the target"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session, which needs nothing of the prompts [B, T] but their last tokens."""
         return OwnLayersSession(self)
 
 

@@ -247,7 +247,6 @@ class NoDrafter(Drafter):
     budgets = ()
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session for prompts [B, T] of lengths [B] that is never asked for a tree."""
         return NoDraft()
 
 

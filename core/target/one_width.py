@@ -77,12 +77,10 @@ class OneWidthTarget(Target):
 
     @property
     def same_bits(self) -> bool:
-        """As `Target.same_bits`: what this class is for."""
         return True
 
     @property
     def reads_rows_alone(self) -> bool:
-        """As `Target.reads_rows_alone`."""
         return True
 
     @torch.no_grad()
@@ -95,7 +93,6 @@ class OneWidthTarget(Target):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> TargetOutput:
-        """As `Target.run`, in passes of one width where a cache is followed."""
         run = super().run
         if not isinstance(cache, TreeCache) or not isinstance(attention_mask, torch.Tensor):
             return run(input_ids, position_ids, attention_mask, features, cache, logits_to_keep)
@@ -116,7 +113,6 @@ class OneWidthTarget(Target):
         features: FeatureSpec,
         cache: Cache | None = None,
     ) -> Features:
-        """As `Target.read`, in passes of one width where a cache is followed."""
         read = super().read
         if not isinstance(cache, TreeCache) or attention_mask is None:
             return read(input_ids, position_ids, attention_mask, features, cache)
@@ -128,7 +124,6 @@ class OneWidthTarget(Target):
 
     @torch.no_grad()
     def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Target.next_logits`, by the product that passes use."""
         parts = [
             self.project(pad(part, (0, 0, 0, WIDTH - len(part)))[None])[0, : len(part)]
             for part in hidden.split(WIDTH)

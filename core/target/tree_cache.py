@@ -68,7 +68,6 @@ class TreeCache(ColumnCache, Cache):
     """Keys and values of a target: a pass over the prompts, `commit_prompt`, then trees."""
 
     def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns) -> None:
-        """`memory` and `move` are those of a `ColumnCache`."""
         ColumnCache.__init__(self, memory, move)
         Cache.__init__(self, layers=[])
         self.prompt_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

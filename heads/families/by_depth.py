@@ -60,7 +60,6 @@ class HeadByDepth(DraftVocabulary, DraftHead):
 
     @property
     def features_needed(self) -> FeatureSpec:
-        """The hidden state after the final norm; some heads read layers as well."""
         return FeatureSpec(layers=(), last=True)
 
     @abstractmethod

@@ -174,7 +174,6 @@ class HeadDrafter(Drafter, Generic[Head]):
         return shape.gapless if isinstance(random, RowRandom) else shape
 
     def __repr__(self) -> str:
-        """The shape of the head, and of a fixed tree."""
         return repr((self.head.family, drafting_fields(self.head.config), self.fixed))
 
 

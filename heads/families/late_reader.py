@@ -94,13 +94,11 @@ class LateReader(DraftSession):
         """
 
     def join_rows(self, other: Self, order: Sequence[int]) -> None:
-        """Go on with rows of both, once both have read what is unread."""
         self.catch_up()
         other.catch_up()
         super().join_rows(other, order)
 
     def cut(self, length: int) -> None:
-        """Forget what was committed after `length` positions; what comes next is read at once."""
         self.catch_up()
         super().cut(length)
         self.roots = None

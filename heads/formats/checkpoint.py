@@ -70,11 +70,9 @@ class RenamedFile(TensorFile):
         self.stored = {name: file.stored[old] for name, old in names.items()}
 
     def mapped(self, name: str) -> torch.Tensor:
-        """One tensor [...], a view of the mapped file."""
         return self.inner.mapped(self.names[name])
 
     def name_in_file(self, name: str) -> str:
-        """What the file itself calls a tensor."""
         return self.names[name]
 
 

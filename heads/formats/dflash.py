@@ -107,7 +107,6 @@ class BlockFiles(WritableFormat):
     lowest_id = 0
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """A block transformer with certain parts, not of `speculators`."""
         names = set(checkpoint.tensors)
         is_other = self.lacks & names or "speculators_model_type" in checkpoint.config
         return self.parts <= names and not is_other
@@ -137,7 +136,6 @@ class BlockFiles(WritableFormat):
         )
 
     def written(self, export: Export) -> Written:
-        """The head under the format's names; raises UserError naming an option that it lacks."""
         config, num_layers = export.config, export.facts.num_layers
         refuse_unlike(self, config, self.options)
         if num_layers is None:
@@ -195,11 +193,9 @@ class DFlash(BlockFiles):
     options = PLAIN
 
     def missing_ids(self, num_target_layers: int, num_layers: int) -> list[int]:
-        """The ids that z-lab's code computes."""
         return default_ids(num_target_layers, num_layers)
 
     def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
-        """z-lab's keys."""
         return {
             "architectures": ["DFlashDraftModel"],
             "is_causal": config.causal,  # which SGLang reads
@@ -232,7 +228,6 @@ class DFlashTransformers(BlockFiles):
     options: ClassVar = {**PLAIN, **BIDIRECTIONAL, "attention_bias": (False,)}
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head, its encoder under our names."""
         found = super().read(checkpoint, target)
         tensors = dict(found.tensors)
         for ours, theirs in ENCODER.items():
@@ -240,14 +235,12 @@ class DFlashTransformers(BlockFiles):
         return replace(found, tensors=tensors)
 
     def written(self, export: Export) -> Written:
-        """The head, its encoder under transformers' names."""
         found = super().written(export)
         for ours, theirs in ENCODER.items():
             found.tensors[theirs + "weight"] = found.tensors.pop(ours + "weight")
         return found
 
     def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
-        """transformers' keys."""
         return {
             "architectures": ["MuseGlimmerAssistantModel"],
             "model_type": "muse_glimmer_assistant",
@@ -256,7 +249,6 @@ class DFlashTransformers(BlockFiles):
         }
 
     def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
-        """Logits [K, V], computed as from z-lab's files, under other names."""
         for ours, theirs in ENCODER.items():
             tensors[ours + "weight"] = tensors.pop(theirs + "weight")
         return super().replayed(config, tensors, probe)
@@ -282,6 +274,5 @@ class DSpark(BlockFiles):
         return found
 
     def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
-        """DeepSpec's keys."""
         architectures = ["Qwen3DSparkModel"]
         return {"architectures": architectures, **correction_keys(config), **named}

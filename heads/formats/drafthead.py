@@ -97,11 +97,9 @@ class DraftheadFormat(Format):
     readers = "drafthead"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The configuration states the format."""
         return "drafthead_format" in checkpoint.config
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """Everything as it was saved."""
         keys, file = checkpoint.keys(OwnKeys), checkpoint.config_file
         family = head_family(keys.family)
         checkpoint.account.add(keys_of(family.config_class), ("head",))

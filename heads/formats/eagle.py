@@ -71,7 +71,6 @@ class Eagle(WritableFormat):
         return len(fc) == len(query) == 2 and fc[1] == 2 * fc[0] and query[1] == fc[0]
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """All layers, and the embedding as a copy of the target's."""
         place = place_of_draft(checkpoint)
         keys = checkpoint.keys(EagleKeys, *place)
         config = config_of(checkpoint, place, keys)
@@ -92,7 +91,6 @@ class Eagle(WritableFormat):
         )
 
     def written(self, export: Export) -> Written:
-        """Weights with the head's embedding or a copy of the target's, and a configuration."""
         config, stored = export.config, export.tensors
         self.refuse_options(config, {"window": (0,)})
         self.refuse_layers(config)

@@ -301,7 +301,6 @@ class Eagle3Files(WritableFormat):
     first_layer: str
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The first layer has its own norm for the features."""
         return (
             self.first_layer + "hidden_norm.weight" in checkpoint.tensors
             and "fc.weight" in checkpoint.tensors
@@ -451,7 +450,6 @@ class Eagle3Sglang(Eagle3Files):
     first_layer = MIDLAYER
 
     def written(self, export: Export) -> Written:
-        """The head; raises UserError naming an option that SGLang lacks."""
         config: Eagle3Config = export.config
         self.refuse_options(config, PLAIN)
         if config.embeddings == "own" and config.hidden_size == config.target_hidden_size:
@@ -512,7 +510,6 @@ class Eagle3Vllm(Eagle3Files):
         return EMBEDDINGS in checkpoint.tensors
 
     def written(self, export: Export) -> Written:
-        """The head; raises UserError naming an option that vLLM lacks."""
         config: Eagle3Config = export.config
         self.refuse_options(config, {"mask_token": (None,), "window": (0,)})
         self.refuse_taps(config, export.facts.num_layers)

@@ -48,24 +48,19 @@ class StandIn(Target):
 
     @property
     def device(self) -> torch.device:
-        """The CPU."""
         return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32."""
         return self.embedding.dtype
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [..., D] of token ids [...]."""
         return self.embedding[token_ids]
 
     def output_weight(self) -> torch.Tensor:
-        """Weight [V, D] of the output head."""
         return self.output
 
     def project(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [..., V] of hidden [..., D], or [..., n] of `tokens` [n] alone."""
         return hidden @ (self.output if tokens is None else self.output[tokens]).T
 
 

@@ -199,7 +199,6 @@ class SafetensorsFile(TensorFile):
         return self.described(name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """One tensor [...], a view of the mapped file."""
         return self.opened.get_tensor(name)
 
 
@@ -266,7 +265,6 @@ class PickledFile(TensorFile):
         return self.described(name, tuple(tensor.shape), tensor.dtype)
 
     def mapped(self, name: str) -> torch.Tensor:
-        """One tensor [...], a view of the mapped file."""
         return self.content[name].detach()
 
 
@@ -298,7 +296,6 @@ class ShardedFile(TensorFile):
         self.stored = {name: self.shards[file].stored[name] for name, file in places.items()}
 
     def mapped(self, name: str) -> torch.Tensor:
-        """One tensor [...], a view of its mapped shard."""
         return self.shards[self.places[name]].mapped(name)
 
 

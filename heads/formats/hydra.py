@@ -113,7 +113,6 @@ class Hydra(WritableFormat):
     readers = "Hydra"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Some tensor is named after Hydra's first module."""
         return any(name.startswith("hydra_mlp.0.") for name in checkpoint.tensors)
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
@@ -142,7 +141,6 @@ class Hydra(WritableFormat):
         )
 
     def written(self, export: Export) -> Written:
-        """Every tensor that the official code writes, with the target's embedding."""
         config, tensors = export.config, export.tensors
         target = self.needed_target(export, "a copy of the target's embedding")
         self.refuse_other_layer(config, target)

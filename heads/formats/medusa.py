@@ -189,11 +189,9 @@ class Medusa(WritableFormat):
     readers = "Medusa (v1), text-generation-inference (v2)"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Some tensor is named after a head and a block."""
         return OFFICIAL.count(checkpoint.tensors)[0] > 0
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """All heads in the file."""
         return read_heads(checkpoint, OFFICIAL)
 
     def written(self, export: Export) -> Written:
@@ -243,7 +241,6 @@ class MergedMedusa(Format):
     readers = "Medusa 1.0"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Some tensors under a prefix are named after a head and a block."""
         return IN_MODEL.count(checkpoint.tensors)[0] > 0
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
@@ -271,7 +268,6 @@ class VllmMedusa(WritableFormat):
     readers = "vLLM up to 0.32"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Some tensors are named after blocks and layers, with or without a prefix."""
         return any(names.count(checkpoint.tensors)[0] for names in (VLLM, VLLM_PREFIXED))
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:

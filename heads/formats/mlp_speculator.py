@@ -75,7 +75,6 @@ class MlpSpeculatorFormat(WritableFormat):
     readers = "vLLM up to 0.32, text-generation-inference, fms-extras"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """It has the first embedding, projection, norm and head."""
         return all(stored_name(p, 0, "weight") in checkpoint.tensors for p in PARTS)
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:

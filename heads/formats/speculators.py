@@ -121,11 +121,9 @@ class Speculators(WritableFormat):
     readers = "speculators, vLLM"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """The configuration has the key."""
         return KIND in checkpoint.config
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        """The head of any of the kinds."""
         keys = checkpoint.keys(SpeculatorsKeys)
         kind = keys.speculators_model_type
         found = (read_eagle if kind in EAGLES else read_block)(checkpoint, keys, target)
@@ -135,7 +133,6 @@ class Speculators(WritableFormat):
         return replace(found, target=named)
 
     def written(self, export: Export) -> Written:
-        """A head of any of the kinds; raises UserError naming an option that speculators lacks."""
         config, facts, eagle = export.config, export.facts, isinstance(export.head, Eagle3Head)
         if facts.num_layers is not None and max(config.taps) >= facts.num_layers:
             raise self.cannot_express(
@@ -215,7 +212,6 @@ class Speculators(WritableFormat):
         }
 
     def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
-        """Logits [K, V], computed as the kind of head does."""
         layers = config[LAYERS]
         if config[KIND] in EAGLES:
             return eagle3.replayed(layers, config, tensors, probe)

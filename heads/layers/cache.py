@@ -95,7 +95,6 @@ class DraftCache(ColumnCache):
         self.commit(path, lengths, max(self.host_lengths))
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
-        """Continue with the rows [R] of the batch only, in that order."""
         self.settle()
         self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
         super().keep_rows(rows, longest or max(self.host_lengths))
@@ -103,14 +102,12 @@ class DraftCache(ColumnCache):
     def join_rows(
         self, other: ColumnCache, order: Sequence[int], longest: int | None = None
     ) -> None:
-        """Continue with rows of both; `other` is a cache of the same layers."""
         self.settle()
         both = self.host_lengths + cast(DraftCache, other).host_lengths
         self.host_lengths = [both[row] for row in order]
         super().join_rows(other, order, longest or max(self.host_lengths))
 
     def cut(self, length: int) -> None:
-        """Forget what was committed after the first `length` positions of each row."""
         self.settle()
         super().cut(length)
         self.host_lengths = [min(count, length) for count in self.host_lengths]

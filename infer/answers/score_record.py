@@ -83,7 +83,6 @@ class LogprobRecord(ScoreRecord):
         scores: torch.Tensor,  # [P, V]
         tokens: torch.Tensor,  # [P]
     ) -> None:
-        """Record the next tokens of row `number`."""
         raw, processed = logits.log_softmax(-1), scores.log_softmax(-1)
         row, chosen = self.rows[number], tokens[:, None]
         row.raw.extend(raw.gather(1, chosen)[:, 0].tolist())
@@ -119,7 +118,6 @@ class RowRecord(ScoreRecord):
         scores: torch.Tensor,  # [P, V]
         tokens: torch.Tensor,  # [P]
     ) -> None:
-        """Record the next tokens of row `number`."""
         for kind in self.kinds:
             rows = scores if kind == "scores" else logits
             # Clones: a view would keep the rest of the batch in memory.

@@ -164,7 +164,6 @@ class BeamStepper(Stepper):
         return session
 
     def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
-        """Score a proposal, replay the rounds of beam search that were scored, and commit."""
         stats = self.run.stats
         tree, output = self.scored(proposal)
         with stats.phase("accept"):

@@ -85,7 +85,6 @@ class DraftModel(LevelDrafter):
         return prompts.gather(1, places.clamp_max(prompts.shape[1] - 1)), kept + start
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session whose model has read the prompts [B, T] of lengths [B]."""
         return DraftModelSession(self, *self.shortened(prompts, lengths))
 
 
@@ -114,7 +113,6 @@ class DraftModelSession(LevelSession):
         self.host_lengths = to_host(lengths)
 
     def commit(self, committed: Committed) -> None:
-        """Keep the committed tokens to be read at the next proposal."""
         self._judge(committed)
         tokens, lengths = committed.tokens, committed.lengths
         new_tokens = committed.new_tokens
@@ -127,19 +125,16 @@ class DraftModelSession(LevelSession):
         self.unread.add(Committed(tokens, nothing, lengths, width, host_tokens=new_tokens))
 
     def join_rows(self, other: Self, order: Sequence[int]) -> None:
-        """Go on with rows of both, once both have read what is unread."""
         self._catch_up()
         other._catch_up()
         super().join_rows(other, order)
 
     def cut(self, length: int) -> None:
-        """Keep the tokens at the first `length` positions and the one that follows them."""
         self._catch_up()
         super().cut(length + 1)
         self.host_lengths = [min(count, length + 1) for count in self.host_lengths]
 
     def _after_roots(self) -> torch.Tensor:
-        """The logits [B, V] after the last committed tokens; reads these."""
         self._catch_up()
         assert self.logits is not None
         return self.logits

@@ -30,15 +30,12 @@ class FrequentTokens(DraftModel):
         super().__init__(with_rows(model, self.tokens), target, depth)
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
-        """All logits [..., Vd]."""
         return logits
 
     def target_ids(self, places: torch.Tensor) -> torch.Tensor:
-        """The tokens at places [...] among the few."""
         return self.tokens[places]
 
     def __repr__(self) -> str:
-        """The draft model's description, and how many tokens it guesses among."""
         return f"{super().__repr__()} with {len(self.tokens)} frequent tokens"
 
 

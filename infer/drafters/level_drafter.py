@@ -69,7 +69,6 @@ class LevelDrafter(Drafter):
         return tokens
 
     def __repr__(self) -> str:
-        """The shape of the model, and whether it is compiled."""
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
 
     def compile(self, target: Target | None = None) -> None:
@@ -100,7 +99,6 @@ class LevelSession(DraftSession):
         """The logits [B, V] after the last committed tokens, once what is new has been read."""
 
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Draft level by level after the last committed tokens."""
         logits = self._after_roots()
         depth = min(budget.depth, self.drafter.depth)
         if isinstance(random, RowRandom):

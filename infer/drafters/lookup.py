@@ -201,7 +201,6 @@ class LookupSession(DraftSession):
         self.last: tuple[int, bool, Guesses] | None = None
 
     def commit(self, committed: Committed) -> None:
-        """Add the committed tokens to each row's history."""
         self.device = committed.tokens.device
         for past, tokens in zip(self.histories, committed.new_tokens, strict=True):
             for token in tokens:
@@ -239,7 +238,6 @@ class LookupSession(DraftSession):
         return found
 
     def cut(self, length: int) -> None:
-        """Keep the tokens at the first `length` positions and the one that follows them."""
         self.knows_prompt, self.last = False, None
         self.histories = [past.first_tokens(length + 1) for past in self.histories]
 
@@ -257,7 +255,6 @@ class PromptLookup(Lookup):
         self.matches = MatchRecord()
 
     def guess(self, past: History, nodes: int, depth: int, follows: bool = True) -> GuessTree:
-        """The chain that followed the match, or nothing."""
         tokens = past.continuation(min(nodes, depth, self.depth), self.least)
         scores = self.matches.log_chances(past.matched(self.least), len(tokens))
         return GuessTree.chain(tokens, scores)

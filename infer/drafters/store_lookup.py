@@ -120,7 +120,6 @@ class StoreLookup(Lookup):
         self.matches = MatchRecord()
 
     def __repr__(self) -> str:
-        """The class, and how long the n-grams of the table are."""
         grams = "" if self.table is None else f" with {self.table.record.ngrams}-grams"
         return super().__repr__() + grams
 
@@ -146,7 +145,6 @@ class StoreLookup(Lookup):
         return tree.best(nodes)
 
     def learn(self, past: History) -> None:
-        """Remember the token for other rows and later answers."""
         if self.earlier is not None:
             self.earlier.add(past.tokens, len(past.tokens) - 1)
 

@@ -43,15 +43,12 @@ class WithLookup(Drafter):
         self.budgets = (*free_budgets(most), *drafter.budgets)
 
     def __repr__(self) -> str:
-        """The drafter's description, and that lookup is beside it."""
         return f"{self.drafter} with {self.lookup}"
 
     def compile(self, target: Target | None = None) -> None:
-        """Compile the drafter."""
         self.drafter.compile(target)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session of both for prompts [B, T] of lengths [B]."""
         return WithLookupSession(self, prompts, lengths)
 
 
@@ -67,7 +64,6 @@ class WithLookupSession(DraftSession):
         self.lookup = drafter.lookup.start(prompts, lengths)
 
     def commit(self, committed: Committed) -> None:
-        """Both learn it."""
         self.session.commit(committed)
         self.lookup.commit(committed)
 

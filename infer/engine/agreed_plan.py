@@ -73,11 +73,9 @@ class AgreedPlan(Planner):
             self.own.learn(accept_lengths, seconds)
 
     def meet(self, rows: int, columns: int) -> None:
-        """Likewise."""
         if self.decides:
             self.own.meet(rows, columns)
 
     def finish(self) -> None:
-        """Likewise."""
         if self.decides:
             self.own.finish()

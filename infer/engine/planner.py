@@ -128,12 +128,10 @@ class FixedPlan(Planner):
         self.budget = budget
 
     def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
-        """Whatever the drafter makes within the budget."""
         return None if self.budget is None else propose(self.budget)
 
     @property
     def knows_next(self) -> bool:
-        """Always."""
         return True
 
     def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:

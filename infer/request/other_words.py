@@ -1,16 +1,13 @@
 """Words of other software for what is called otherwise here: each is answered with ours."""
 
 import difflib
-import warnings
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypedDict
+from collections.abc import Collection, Mapping
+from typing import TypedDict
 
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.loading import type_name
-from drafthead.infer.request.values import is_list
 
 ALWAYS_A_RESULT = "a result with fields is always returned"
 AT_LOADING = "it is chosen in Decoder.from_pretrained"
@@ -58,28 +55,9 @@ OF_LOADING = {
 }  # fmt: skip
 
 
-# Older arguments of `Decoder.from_pretrained`, and what `draft` names instead.
-OLDER = {
-    "head": "head:{}",
-    "draft_model": "model:{}",
-    "draft_layers": "layers:{}",
-    "prompt_lookup": "lookup",
-    "datastore": "ngrams:{}",
-    "learn_answers": "answers",
-}
-
-
 class OtherWords(TypedDict, total=False):
-    """Other keywords of `Decoder.from_pretrained`: older ones of its own, which still work, and
-    those of transformers, of which `torch_dtype` alone is taken.
-    """
+    """Keywords of transformers for `Decoder.from_pretrained`; `torch_dtype` alone is taken."""
 
-    head: str | Path | None
-    draft_model: str | Path | None
-    draft_layers: str | None
-    prompt_lookup: bool
-    datastore: str | Path | None
-    learn_answers: bool
     torch_dtype: object  # the older name of `dtype`
     device_map: object
     attn_implementation: object
@@ -117,28 +95,12 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"{guess}Options: {', '.join(known)}"
 
 
-def with_older_drafts(draft: Any, others: OtherWords) -> Sequence[Any]:
-    """What `draft` names, and what its older arguments name, with a warning of how to write it."""
-    given = [] if draft is None else [draft] if not is_list(draft) else list(draft)
-    values = {name: value for name, value in others.items() if name in OLDER and value}
-    older = [OLDER[name].format(value) for name, value in values.items()]
-    if older:
-        names = repr(older[0] if len(older) == 1 and not given else [*given, *older])
-        warnings.warn(
-            f"{', '.join(values)}: write draft={names} instead; the older names go with the next "
-            "release",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return [*given, *older]
-
-
 def type_of_weights(dtype: object, others: OtherWords) -> str:
     """The name of the type that `dtype` or transformers' older word for it names.
 
     Raises UnknownOptionError for the other words, and UserError for a type that is given twice.
     """
-    for name in others.keys() - {"torch_dtype", *OLDER}:
+    for name in others.keys() - {"torch_dtype"}:
         instead = OF_LOADING.get(name) or "Decoder.from_pretrained explains what it takes"
         raise UnknownOptionError(f"unknown argument {name!r}: {instead}")
     if "torch_dtype" in others and dtype != "auto":

@@ -53,12 +53,10 @@ class Visits(Planner):
         self.seconds: list[float] = []
 
     def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
-        """A draft of the size whose turn it is."""
         size = self.sizes[len(self.seconds)]
         return None if size is None else propose(size)
 
     def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
-        """Record one more step."""
         self.seconds.append(seconds)
 
 

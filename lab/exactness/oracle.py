@@ -19,7 +19,6 @@ class OracleDecoder(Decoder):
     """Plain decoding without trees, verifiers and graphs; takes the options of `Decoder`."""
 
     def method(self, run: BatchRun) -> Method:
-        """The method of any decoder, with other steps."""
         made = super().method(run)
         return PlainMethod(made.target, made.drafter, made.rule, made.planner, made.most_nodes)
 
@@ -28,7 +27,6 @@ class PlainMethod(Method):
     """One token a pass, whatever the target."""
 
     def stepper(self, run: BatchRun) -> Stepper:
-        """What makes a batch's steps."""
         return PlainStepper(self.target, run, self.drafter.features, self.rule)
 
 
@@ -36,7 +34,6 @@ class PlainStepper(Stepper):
     """One token of each row a pass."""
 
     def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
-        """Read the last committed token of each row and pick the one after it."""
         assert proposal is None, "the oracle never drafts"
         self.run.stats.verified_nodes += 1
         committed = self.feed_roots()

@@ -39,7 +39,6 @@ class OneStream(RowRandom):
         self.keys: torch.Tensor | None = None  # [B, LENGTH]
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """Uniform numbers in [0, 1), float64 [B, *shape]."""
         return torch.rand(self.rows, *shape, generator=self.generator, dtype=torch.float64)
 
     def ahead(self, count: int) -> torch.Tensor:

@@ -1,44 +1,54 @@
-"""What a run will need of memory and disk, and which settings would save memory."""
+"""What a training run holds in memory, and what it writes, by the sizes of its weights.
 
-from collections import Counter
+The target and the head have shapes and no numbers: of the target only `config.json` is read, and
+its tokenizer if it has one. What comes and goes within a step is not counted: `trial` measures it.
+"""
+
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
-from drafthead.core.errors import UserError
-from drafthead.lab.planning.dry_run import Ledger
-from drafthead.lab.planning.dry_setup import DrySetup, dry_setup
+from drafthead.core.errors import UserError, first_line
+from drafthead.core.target.gguf_files import model_folder
+from drafthead.core.target.loading import decoder_class, dtype_named, has_encoder, load_tokenizer
+from drafthead.core.target.target import Target
+from drafthead.core.target.weight_types import BITSANDBYTES
+from drafthead.heads.base import DraftHead
+from drafthead.train.data.packing import PackedData
+from drafthead.train.data.training_rows import training_data
 from drafthead.train.draft_models.student import Student
 from drafthead.train.features.kept import feature_bytes
-from drafthead.train.features.reading import read_features
-from drafthead.train.learning.step import LossModule
+from drafthead.train.features.reading import TargetConfig, check_row_length, dtype_for
 from drafthead.train.optimizers import build_optimizers
+from drafthead.train.run.config import RunConfig
 from drafthead.train.run.folder import KEPT_STATES
+from drafthead.train.run.trainables import trainable
 
 TARGET, HEAD, GRADIENTS = "target: weights", "head: weights", "head: gradients"
 OPTIMISER, AVERAGE = "optimiser: state", "average of weights (ema)"
-PASS, FORWARD = "target's pass and features", "head's forward pass and losses"
-BACKWARD, UPDATE = "backward pass", "optimiser's step"
-LIBRARIES, ALLOCATOR = "Python and libraries", "work of operations, gaps, data"
-BUFFERS = "gradients that processes exchange"
-# On a CPU operations need memory inside themselves, and what is freed is not all given back: a part
-# of what comes and goes in a step. Fitted to nine runs; a slow test holds a run to 15 %.
-GAPS_SHARE, DATA_BYTES = 0.6, 95_000_000
+FEATURES = "target's features"
+LIBRARIES, BUFFERS = "Python and libraries", "gradients that processes exchange"
 SMALLER_DRAFT_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
-class StepMemory:
-    """The bytes of a step, by part."""
+class Setup:
+    """A run's target and head without numbers."""
 
-    held: dict[str, int]  # throughout: weights, gradients, optimiser's state, average
-    peak: Counter[str]  # when they are most; what comes and goes is named after its phase
-    optimizers: list[torch.optim.Optimizer]
-    average: nn.Module | None
+    config: RunConfig
+    target: Target
+    head: DraftHead
+    rows: PackedData | None  # None without a tokenizer or without data
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are trained."""
+        return [weight for weight in self.head.parameters() if weight.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -48,14 +58,6 @@ class Place:
     processes: int
     on_cpu: bool
     libraries: int  # bytes of a process that has imported all and done nothing
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A setting that needs less memory, and what a process needs with it."""
-
-    setting: str
-    total: int
 
 
 @dataclass(frozen=True)
@@ -73,122 +75,115 @@ class DiskUse:
         return (KEPT_STATES + 1) * self.state
 
 
-def step_memory(setup: DrySetup, processes: int = 1) -> StepMemory:
-    """The memory of an optimiser step of one process, by a step without numbers."""
-    config, head, target, tokens = setup.config, setup.head, setup.target, setup.tokens
-    precision = config.train.mixed_precision
-    phase = TARGET  # names what is new, see `label`
-    gradients = {tuple(weight.shape) for weight in trained(head)}
-
-    def label(tensor: torch.Tensor) -> str:
-        return GRADIENTS if phase == BACKWARD and tuple(tensor.shape) in gradients else phase
-
-    ledger = setup.dry.ledger = Ledger(label)
-    for tensor in (*target.model.parameters(), *target.model.buffers()):
-        ledger.add(tensor)
-    phase = HEAD
-    for tensor in (*head.parameters(), *head.buffers()):
-        ledger.add(tensor)
-    with setup.dry:
-        phase = OPTIMISER
-        optimizers = build_optimizers(head.named_parameters(), config.optimizer)
-        for weight in trained(head):
-            weight.grad = torch.zeros_like(weight)
-        # Optimisers make their states in their first step, so one is made before anything counts.
-        update(optimizers)
-        phase, average = AVERAGE, None
-        if config.train.ema is not None:
-            average = type(head)(head.config)  # in float32, as `WeightAverage` keeps it
-        held = dict(ledger.live)
-        held[GRADIENTS] = sum(w.numel() * w.element_size() for w in trained(head))
-        ledger.begin_peak()
-        # In the second micro-batch the gradients of the first are there as well.
-        for _ in range(min(2, config.train.accumulation(processes))):
-            phase = PASS
-            batch = read_features(target, tokens, head.features_needed, precision)
-            phase = FORWARD
-            total, _ = LossModule(head, target, precision)(batch)
-            phase = BACKWARD
-            total.backward()
-        phase = UPDATE
-        nn.utils.clip_grad_norm_(head.parameters(), config.optimizer.max_grad_norm)
-        update(optimizers)
-    return StepMemory(held, ledger.at_peak, optimizers, average)
+def set_up(config: RunConfig, has_data: bool = True) -> Setup:
+    """Set up the run of a configuration; UserError for what training would refuse."""
+    with torch.device("meta"):
+        target = target_without_numbers(config.target, config.train.mixed_precision)
+        family = trainable(config.family)
+        head = family(family.sized(config.head, target))
+    check_row_length(target, config.target.name, config.data.max_length)
+    rows = None
+    if has_data and target.tokenizer is not None:
+        seed = config.train.seed
+        rows = training_data(config.data, target.tokenizer, seed, target.vocab_size)[0]
+    return Setup(config, target, head, rows)
 
 
-def trained(head: nn.Module) -> list[nn.Parameter]:
-    """The weights that are trained."""
-    return [weight for weight in head.parameters() if weight.requires_grad]
+def target_without_numbers(config: TargetConfig, mixed_precision: str) -> Target:
+    """The target; UserError where its sizes do not follow from `config.json`."""
+    wanted = dtype_for(config, mixed_precision)
+    if config.placement != "whole" or wanted in BITSANDBYTES:
+        raise UserError(
+            f"target.placement={config.placement} with target.dtype={wanted} cannot be planned: "
+            "only targets that are whole on their device, in numbers of 16 or 32 bits"
+        )
+    source = model_folder(config.name)
+    Target.check_kind(config.name, has_encoder(source, config.trust_code))
+    try:
+        shape = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_code)
+    except Exception as error:  # transformers raises many kinds for a bad folder
+        raise UserError(f"cannot read config.json of {config.name}: {first_line(error)}") from error
+    if getattr(shape, "quantization_config", None) is not None:
+        raise UserError(
+            f"{config.name} has quantised weights, whose sizes do not follow from its config.json: "
+            "plan with the model that it was made from"
+        )
+    stored = shape.dtype or torch.float32
+    model = decoder_class(shape).from_config(
+        shape,
+        dtype=stored if wanted == "auto" else dtype_named(wanted),
+        trust_remote_code=config.trust_code,
+    )
+    model.eval().requires_grad_(False)
+    return Target(model, load_tokenizer(source, str(source), config.trust_code))
 
 
-def update(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """A step of each optimiser, after which there are no gradients."""
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+def held_memory(setup: Setup, place: Place) -> dict[str, int]:
+    """The bytes of one process throughout a step, by part."""
+    train, target = setup.config.train, setup.target
+    positions = train.micro_batch_rows * setup.config.data.max_length
+    gradients = bytes_of(setup.trained)
+    parts = {
+        TARGET: bytes_of((*target.model.parameters(), *target.model.buffers())),
+        HEAD: bytes_of((*setup.head.parameters(), *setup.head.buffers())),
+        GRADIENTS: gradients,
+        OPTIMISER: optimizer_bytes(setup),
+        AVERAGE: bytes_of(average_of(setup)),
+        FEATURES: positions
+        * feature_bytes(setup.head.features_needed, target.hidden_size, target.dtype),
+        BUFFERS: gradients if place.processes > 1 else 0,
+        LIBRARIES: place.libraries if place.on_cpu else 0,
+    }
+    return {part: size for part, size in parts.items() if size}
 
 
-def process_memory(memory: StepMemory, place: Place) -> Counter[str]:
-    """The parts of one process at its peak, by bytes."""
-    parts = Counter(memory.peak)
-    if place.processes > 1:
-        parts[BUFFERS] = memory.held[GRADIENTS]
-    if place.on_cpu:
-        passing = parts.total() - sum(parts[name] for name in memory.held)
-        parts[LIBRARIES] = place.libraries
-        parts[ALLOCATOR] = DATA_BYTES + round(GAPS_SHARE * passing)
-    return parts
+def optimizer_bytes(setup: Setup) -> int:
+    """The bytes of the optimisers' states: Muon has a momentum, AdamW two moments and a count."""
+    total = 0
+    for optimizer in build_optimizers(setup.head.named_parameters(), setup.config.optimizer):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        is_muon = isinstance(optimizer, torch.optim.Muon)
+        total += bytes_of(weights) if is_muon else 2 * bytes_of(weights) + 4 * len(weights)
+    return total
 
 
-def remedies(setup: DrySetup, place: Place) -> list[Remedy]:
-    """Settings that would save memory, those that cost least first; each one alone."""
-    found = []
-    for section, key, value in possible_changes(setup):
-        changed = replace(getattr(setup.config, section), **{key: value})
-        try:
-            changed_config = replace(setup.config, **{section: changed})
-            there = dry_setup(changed_config, setup.rows, has_data=setup.rows is not None)
-            memory = step_memory(there, place.processes)
-        except UserError:  # the value does not go with the others
-            continue
-        written = "null" if value is None else value
-        total = process_memory(memory, place).total()
-        found.append(Remedy(f"{section}.{key}={written}", total))
-    return found
+def average_of(setup: Setup) -> list[torch.Tensor]:
+    """Tensors as large as those of the average of a run's weights; none without an average."""
+    if setup.config.train.ema is None:
+        return []
+    return [*setup.head.parameters(), *setup.head.buffers()]
 
 
-def possible_changes(setup: DrySetup) -> list[tuple[str, str, Any]]:
-    """Section, setting and value of what may be changed in this configuration."""
+def less_memory(setup: Setup) -> list[str]:
+    """Settings of this configuration that would need less memory, those that cost least first."""
     config, head, target = setup.config, setup.config.head, setup.target
     rows, bf16 = config.train.micro_batch_rows, config.train.mixed_precision == "bf16"
     draft = getattr(head, "draft_vocab_size", None)
     smaller = min(SMALLER_DRAFT_VOCABULARY, (draft or target.vocab_size) // 2)
-    possible: list[tuple[bool, str, str, Any]] = [
-        *((rows % n == 0, "train", "micro_batch_rows", n) for n in range(rows - 1, 0, -1)),
-        (config.data.max_length > 2, "data", "max_length", config.data.max_length // 2),
-        (draft is not None, "head", "draft_vocab_size", smaller),
-        (getattr(head, "output", None) == "own", "head", "output", "shared"),
-        (not bf16, "train", "mixed_precision", "bf16"),
-        (bf16 and target.dtype.itemsize > 2, "target", "dtype", "bfloat16"),
-        (config.train.ema is not None, "train", "ema", None),
-        (config.optimizer.name == "adamw", "optimizer", "name", "muon"),
+    possible: list[tuple[bool, str, Any]] = [
+        (rows > 1, "train.micro_batch_rows", 1),
+        (config.data.max_length > 2, "data.max_length", config.data.max_length // 2),
+        (draft is not None, "head.draft_vocab_size", smaller),
+        (getattr(head, "output", None) == "own", "head.output", "shared"),
+        (not bf16, "train.mixed_precision", "bf16"),
+        (bf16 and target.dtype.itemsize > 2, "target.dtype", "bfloat16"),
+        (config.train.ema is not None, "train.ema", "null"),
+        (config.optimizer.name == "adamw", "optimizer.name", "muon"),
     ]
-    return [(section, key, value) for applies, section, key, value in possible if applies]
+    return [f"{name}={value}" for applies, name, value in possible if applies]
 
 
-def disk_use(setup: DrySetup, memory: StepMemory) -> DiskUse:
-    """What the run of a dry setup will write."""
+def disk_use(setup: Setup) -> DiskUse:
+    """What the run will write."""
     weights = list(setup.head.state_dict().values())
-    states = [v for o in memory.optimizers for values in o.state.values() for v in values.values()]
-    average = [] if memory.average is None else [*memory.average.state_dict().values()]
-    state = bytes_of(weights) + bytes_of(average)
-    state += bytes_of(value for value in states if isinstance(value, torch.Tensor))
+    average = bytes_of(weights) if setup.config.train.ema is not None else 0
     dtype = torch.bfloat16 if isinstance(setup.head, Student) else setup.target.dtype
     rows, features = kept_features(setup)
+    state = bytes_of(weights) + average + optimizer_bytes(setup)
     return DiskUse(state, bytes_of(weights, dtype), features, rows)
 
 
-def kept_features(setup: DrySetup) -> tuple[int, int]:
+def kept_features(setup: Setup) -> tuple[int, int]:
     """How many rows' features are kept, and their bytes."""
     data, target, spec = setup.config.data, setup.target, setup.head.features_needed
     if data.feature_folder is None or setup.rows is None:

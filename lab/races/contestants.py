@@ -33,11 +33,9 @@ class Ours(Contestant):
         }
 
     def prepare(self, batch_size: int) -> None:
-        """Time the steps from which trees are planned, and compile graphs."""
         self.decoder.warm_up((batch_size,), **self.options)
 
     def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
-        """Decode a batch of prompts; row r has the seed `seed` + r."""
         ask: DecodeOptions = {**self.options, "max_new_tokens": max_new_tokens, "seed": seed}
         result = self.decoder.generate(prompts, **ask)
         stats = result.stats

@@ -6,41 +6,35 @@ from typing import Any
 
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.planned_training import TrainingPlan
-from drafthead.lab.planning.dry_setup import DrySetup
-from drafthead.lab.planning.estimate import ALLOCATOR, LIBRARIES, process_memory, trained
+from drafthead.lab.planning.estimate import LIBRARIES, Setup
 from drafthead.lab.reports.report import Report, Table
 from drafthead.train.run.config import Duration
 
-HOW = {LIBRARIES: "measured", ALLOCATOR: "allowance"}
+HOW = {LIBRARIES: "measured"}
 
 
 def plan_report(plan: TrainingPlan) -> Report:
     """The plan as tables, with all its figures as JSON; sizes are bytes there."""
     unit, name = (1e9, "GB") if plan.computed >= 1e10 else (1e6, "MB")
-    parts, speeds, disk = process_memory(plan.memory, plan.place), speed_rows(plan), plan.disk
+    speeds, disk = speed_rows(plan), plan.disk
     memory_rows = [
-        *((part, f"{size / unit:.1f}", HOW.get(part, "computed")) for part, size in parts.items()),
-        ("sum", f"{plan.computed / unit:.1f}", "computed"),
+        *(
+            (part, f"{size / unit:.1f}", HOW.get(part, "computed"))
+            for part, size in plan.held.items()
+        ),
+        ("held throughout", f"{plan.computed / unit:.1f}", "computed"),
     ]
     if plan.trial is not None:
         memory_rows.append(("peak of real steps", f"{plan.trial.peak / unit:.1f}", "measured"))
     disk_rows = [("saved states, one being written", disk.states), ("head", disk.head)]
     if disk.feature_rows:
         disk_rows.append((f"features of {disk.feature_rows} rows", disk.features))
-    cures = [
-        (r.setting, f"{(plan.computed - r.total) / unit:.0f}", f"{r.total / unit:.0f}")
-        for r in plan.remedies
-    ]
-    title = f"{plan.config.family} for {plan.config.target.name}: memory of a process at its peak"
+    title = f"{plan.config.family} for {plan.config.target.name}: memory of a process"
     tables = [
         Table(title, ("part", name, "how"), memory_rows),
         Table("disk", ("what", name), [(what, f"{size / unit:.1f}") for what, size in disk_rows]),
         Table("time", ("what", "value", "unit"), speeds),
-        Table(
-            "what would help, the cheapest first",
-            ("setting, each alone", f"saves, {name}", f"then a process needs, {name}"), cures,
-        ),
-    ]  # fmt: skip
+    ]
     return Report(tables, [*notes_on(plan), plan.verdict()], as_json(plan, speeds))
 
 
@@ -54,8 +48,7 @@ def as_json(plan: TrainingPlan, speeds: Sequence[Sequence[str]]) -> dict[str, An
         "processes": plan.place.processes,
         "parameters": parameters(plan.setup),
         "memory": {
-            "parts_at_peak": dict(process_memory(plan.memory, plan.place)),
-            "held": plan.memory.held,
+            "held": plan.held,
             "computed": plan.computed,
             "measured": trial and trial.peak,
             "needed": plan.needed,
@@ -65,17 +58,16 @@ def as_json(plan: TrainingPlan, speeds: Sequence[Sequence[str]]) -> dict[str, An
         "disk": {**asdict(plan.disk), "states": plan.disk.states},
         "speed": {"rows": speeds, "trial": trial and asdict(trial)},
         "not_tried": plan.untried or None,
-        "remedies": [asdict(remedy) for remedy in plan.remedies],
         "verdict": plan.verdict(),
     }
 
 
-def parameters(setup: DrySetup) -> dict[str, int]:
+def parameters(setup: Setup) -> dict[str, int]:
     """How many numbers the target and the head have, and how many of the head's are trained."""
     return {
         "target": sum(weight.numel() for weight in setup.target.model.parameters()),
         "head": sum(weight.numel() for weight in setup.head.parameters()),
-        "trained": sum(weight.numel() for weight in trained(setup.head)),
+        "trained": sum(weight.numel() for weight in setup.trained),
     }
 
 
@@ -112,17 +104,15 @@ def notes_on(plan: TrainingPlan) -> list[str]:
     notes = [
         f"{sizes['trained'] / 1e6:.2f}M parameters are trained, of the head's "
         f"{sizes['head'] / 1e6:.2f}M; the target has {sizes['target'] / 1e6:.2f}M",
-        "memory is that of the first steps: a process on a CPU grows for dozens of steps, up to "
-        "twice as large in one that was watched"
-        if plan.place.on_cpu
-        else "on a GPU nobody has compared these sums with a run yet",
+        "real steps show the memory of a run's beginning: on a CPU a process grows for dozens of "
+        "steps, up to twice as large in one that was watched",
     ]
     if plan.setup.rows is None:
-        notes.append("the target has no tokenizer here: all rows are taken to be full")
+        notes.append("the target has no tokenizer here: the rows are not known")
     if processes > 1:
         notes.append(
-            f"{processes} processes: computed for ddp, and this device's speed times {processes}, "
-            "an upper bound, untested"
+            f"{processes} processes: this device's memory and gradients to exchange, and this "
+            f"device's speed times {processes}, an upper bound, untested"
         )
     if trial is None:
         return [*notes, f"the speed was not measured: {plan.untried}"]

@@ -12,7 +12,6 @@ from drafthead.heads.formats.drafthead import save_head
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup
-from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.loaded import DRAFTERS, Fitting, kind_of_path, register_drafter
 
@@ -96,17 +95,6 @@ def test_what_does_not_go_together_is_refused(target: Target, draft, complaint: 
 def test_a_length_that_nothing_uses_is_refused(target: Target, draft) -> None:
     with pytest.raises(UserError, match="draft_tokens is for draft models, own layers and lookup"):
         Decoder.from_pretrained(target, draft, draft_tokens=3)
-
-
-def test_older_names_work_and_say_the_new_one(target: Target, folder: Path) -> None:
-    model = folder / "model"
-    older = {"draft_model": model, "prompt_lookup": True, "datastore": None, "draft_tokens": 3}
-    with pytest.warns(FutureWarning, match=rf"write draft=\['model:{model}', 'lookup'\] instead"):
-        decoder = Decoder.from_pretrained(target, **older)
-    assert described(decoder) == "DraftModel + PromptLookup"
-    with pytest.warns(FutureWarning, match="learn_answers: write draft='answers' instead"):
-        decoder = Decoder.from_pretrained(target, learn_answers=True)
-    assert isinstance(decoder.drafter, StoreLookup) and decoder.drafter.earlier is not None
 
 
 def test_a_kind_of_drafter_can_be_added(target: Target) -> None:

@@ -25,7 +25,6 @@ from drafthead.infer.request.generation_config import KNOWN, PREPARED
 from drafthead.lab.races.contestants import Answers as Answered
 from drafthead.lab.races.contestants import Ours
 from drafthead.scripts import cli
-from drafthead.scripts.older_words import renewed
 from drafthead.scripts.options import FAMILIES, Answers
 from drafthead.scripts.options import FORMATS as LISTED
 
@@ -84,16 +83,6 @@ def test_the_version_is_the_distributions(run) -> None:
         _ = drafthead.versions
 
 
-def test_older_names_of_options_are_taken_and_not_listed(run, models_folder) -> None:
-    prompts = f"{models_folder}/prompts.jsonl"
-    data = ("--data", prompts)
-    status, out, err = run("inspect-data", *data, "--tokenizer", "@target", "--rows=1")
-    today = run("data", "inspect", *data, "--target", "@target", "--limit", "1")
-    assert status == 0 and (status, out) == today[:2]
-    assert "`inspect-data` is now `data inspect`" in err
-    assert "--tokenizer" not in run("data", "inspect", "--help")[1]
-
-
 def test_help_lists_the_values_that_there_are(run) -> None:
     assert {*HEADS} < {*FAMILIES.split(", ")}
     assert {*LISTED.split(", ")} == {*FORMATS}
@@ -114,38 +103,6 @@ def test_help_waits_for_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.endswith("loaded set()\n"), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("older", "today"),
-    [
-        ("evaluate --head mine --data=a", "head evaluate mine --data=a"),
-        (
-            "theory --draft-model small --prompt-lookup",
-            "compare --theory --draft model:small --draft lookup",
-        ),
-        ("compare --head=a --datastore b", "compare --draft head:a --draft ngrams:b"),
-        (
-            "verify-exactness --draft-layers 0-9 --verifier match",
-            "verify --draft layers:0-9 --rule match",
-        ),
-        ("plan-tree --head a --batch 2", "explain tree --draft a --batch-size 2"),
-        ("plan-training --config a train.epochs=1", "train --plan --config a train.epochs=1"),
-        ("ask-about --data a", "data invent --about a"),
-        ("generate --min-p 0.1 --stop 1", 'generate --set min_p=0.1 --set stop_strings="1"'),
-        ("data inspect --rows 5", "data inspect --limit 5"),
-        ("data distill --head a", "data distill --head a"),
-        ("train --init eagle3", "train --init eagle3"),
-    ],
-)
-def test_older_words_become_todays(older: str, today: str, capsys) -> None:
-    assert renewed(older.split()) == today.split()
-    assert bool(capsys.readouterr().err) == (older != today)
-
-
-def test_an_option_of_a_rule_says_how_it_is_written(run) -> None:
-    status, _, err = run("generate", *TARGET, "--prompt", "x", "--lenience", "0.4")
-    assert status == 2 and "--lenience belongs to the rule now: --rule lenient:lenience=0.4" in err
 
 
 def test_settings_and_rules_are_read(run) -> None:
@@ -565,7 +522,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("generate", *TARGET, "--prompt", "x", "--temperature", "-1"), "temperature"),
         (("generate", *TARGET, "--prompt", "x", "--dtype", "int9"), "unknown dtype 'int9'"),
         (("generate", *TARGET, "--prompt", "x", "--device", "tpu9"), "unknown device 'tpu9'"),
-        (("generate", *TARGET, "--prompt", "x", "--head", "@nohead"), "does not exist"),
+        (("generate", *TARGET, "--prompt", "x", "--draft", "head:nohead"), "does not exist"),
         (
             ("generate", "--target", "@narrow", "--prompt", "x", "--draft", "@head"),
             "hidden_size 32, but this target has hidden_size 16",

@@ -104,7 +104,6 @@ class Student(DraftVocabulary, DraftHead):
         return self.config.depth
 
     def initialize(self, target: Target) -> None:
-        """Copy the target's chosen layers, and all around them."""
         copy_layers(target, self.config.layers, self.model)
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:

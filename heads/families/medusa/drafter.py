@@ -99,7 +99,6 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
 
     def compile(self, target: Target | None = None) -> None:
-        """Compile the heads, a graph for each number of heads that a tree needs."""
         filling: dict[str, Spec] = {
             "hidden": "B .",
             "roots": "B",
@@ -121,7 +120,6 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return self.layouts[key]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session for prompts [B, T]; their features come with the first commit."""
         return MedusaSession(self)
 
 
@@ -136,12 +134,10 @@ class MedusaSession(OnDevice):
         self.roots: torch.Tensor | None = None  # [B]
 
     def commit(self, committed: Committed) -> None:
-        """Store the roots and the hidden states that predicted them."""
         self.roots, self.hidden = committed.ends
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
-        """Fill the tree with the heads' best guesses, or with guesses drawn from the heads."""
         assert self.hidden is not None and self.roots is not None
         layout = self.drafter.layout(budget, random)
         shape, drafter = layout.shape, self.drafter

@@ -74,11 +74,9 @@ class MedusaHeads(HeadByDepth):
 
     @property
     def depth(self) -> int:
-        """One token for each head."""
         return len(self.branches)
 
     def initialize(self, target: Target) -> None:
-        """Copy the target's output head into each head's own projection."""
         weight = target.output_weight()
         for index in range(self.depth):
             output = self.branch(index).output

@@ -231,7 +231,6 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         return Growing(levels, next((f for f in FRONTIERS if f >= frontier), frontier))
 
     def compile(self, target: Target | None = None) -> None:
-        """Compile the passes."""
         self.prepare(target)
         self.is_compiled = True
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
@@ -244,7 +243,6 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.move = self.backend.replacement_of(move_columns)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session for prompts [B, T]; their features come with the first commit."""
         return ParallelSession(self, rows=len(lengths))
 
 
@@ -261,7 +259,6 @@ class ParallelSession(LateReader, OnDevice):
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
-        """Add what was committed to the context."""
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         is_prompt = self.drafter.is_prompt(cache, tokens.shape[1])
         read = self.drafter.read_prompt if is_prompt else self.drafter.read
@@ -273,7 +270,6 @@ class ParallelSession(LateReader, OnDevice):
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """One pass over the block, then a tree of its guesses."""
         self.cache.settle()
         if isinstance(random, RowRandom) or self.drafter.fixed is not None:
             return self._filled(budget, sampling, random)

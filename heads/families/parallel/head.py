@@ -114,10 +114,6 @@ class ParallelHead(DraftVocabulary, DraftHead):
 
     @classmethod
     def sized(cls, config: ParallelConfig, target: Target) -> ParallelConfig:
-        """The config with sizes and taps of the target.
-
-        Raises UserError for a setting that does not fit the target.
-        """
         try:
             config = config.like(target)
             rank = config.correction_rank or max(1, min(MOST_RANK, config.hidden_size // 4))
@@ -128,16 +124,13 @@ class ParallelHead(DraftVocabulary, DraftHead):
 
     @property
     def features_needed(self) -> FeatureSpec:
-        """The taps, and the last hidden state, from which the target's distribution is computed."""
         return FeatureSpec(layers=self.config.taps, last=True)
 
     @property
     def depth(self) -> int:
-        """Tokens that one pass drafts."""
         return self.config.depth
 
     def initialize(self, target: Target) -> None:
-        """Copy the scale of the target's final norm; derive the codes from its embeddings."""
         if self.config.warm:
             self.transformer.begin_like(target)
         self.transformer.norm.weight.data.copy_(target.final_norm_scale())

@@ -109,12 +109,10 @@ class RecurrentSession(LateReader, OnDevice):
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
-        """Read it, and keep the guesses after the roots."""
         self.root_guess = self.reader.read(committed)
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Read what is new, then draft level by level."""
         drafter = self.drafter
         self.reader.cache.settle()
         if isinstance(random, RowRandom) or drafter.fixed is not None:
@@ -206,7 +204,6 @@ class RecurrentDrafter(RecurrentPasses):
     """
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session for prompts [B, T]; their features come with the first commit."""
         return RecurrentSession(self, rows=len(lengths))
 
 

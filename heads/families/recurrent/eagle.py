@@ -50,11 +50,9 @@ class EagleHead(RecurrentHead):
         )
 
     def initialize(self, target: Target) -> None:
-        """Copy the target's embeddings if the head has its own; the output head is the target's."""
         self.copy_embeddings(target)
 
     def encode(self, features: Features) -> torch.Tensor:
-        """The final hidden states [B, T, D]; in training with noise."""
         assert features.last is not None
         noise = self.config.feature_noise if self.training else 0
         if noise == 0:
@@ -62,11 +60,9 @@ class EagleHead(RecurrentHead):
         return features.last + noise * (2 * torch.rand_like(features.last) - 1)
 
     def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Embeddings and states [B, T, D] mixed into one vector [B, T, D]."""
         return (self.fc(torch.cat([embeds, states], dim=-1)),)
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [..., V]: the target's output head reads outputs [..., D] as its own states."""
         return target.project(outputs)
 
     def training_losses(

@@ -150,7 +150,6 @@ class Eagle3Head(RecurrentHead):
 
     @property
     def features_needed(self) -> FeatureSpec:
-        """The taps, and the final hidden state that the target's distribution is read from."""
         return FeatureSpec(layers=self.config.taps, last=True)
 
     def initialize(self, target: Target) -> None:
@@ -171,7 +170,6 @@ class Eagle3Head(RecurrentHead):
         self.norm.weight.data.copy_(lengths.square().mean().rsqrt())
 
     def encode(self, features: Features) -> torch.Tensor:
-        """The states [B, T, D]: the taps, normed and mixed."""
         taps: tuple[torch.Tensor, ...] = features.taps
         if self.config.tap_norm == "each":
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
@@ -179,7 +177,6 @@ class Eagle3Head(RecurrentHead):
         return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The outputs [..., D], normed in EAGLE-3.1."""
         return self.norm(outputs) if self.config.norm_feedback else outputs
 
     def draft_inputs(
@@ -194,9 +191,7 @@ class Eagle3Head(RecurrentHead):
 
     @property
     def drafts_blindly(self) -> bool:
-        """Whether this is P-EAGLE."""
         return self.mask_hidden is not None
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [..., Vd] from outputs [..., D]."""
         return target.finish_logits(self.lm_head(self.norm(outputs)))

@@ -73,7 +73,6 @@ class RecurrentHead(HeadByDepth):
 
     @classmethod
     def sized(cls, config: Any, target: Target) -> Any:
-        """`config` with everything that it leaves open taken from the target's layers."""
         return super().sized(config, target).like(target)
 
     @property
@@ -138,7 +137,6 @@ class RecurrentHead(HeadByDepth):
         """Logits [..., Vd] of outputs [..., D]."""
 
     def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [L, Vd] of outputs [L, D], at any depth."""
         return self.logits(state, target)
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:

@@ -61,12 +61,10 @@ class MtpHead(RecurrentHead):
         """Nothing: a fresh layer begins as those of its model do before any training."""
 
     def encode(self, features: Features) -> torch.Tensor:
-        """The final hidden states [B, T, D]."""
         assert features.last is not None
         return features.last
 
     def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Embeddings and states [B, T, D], normed, mixed into one vector [B, T, D]."""
         return (self.fc(torch.cat([self.enorm(embeds), self.hnorm(states)], dim=-1)),)
 
     def run_layers(
@@ -77,9 +75,7 @@ class MtpHead(RecurrentHead):
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         store: LayerStore,
     ) -> torch.Tensor:
-        """The outputs [B, T, D], normed as the target's own last states are."""
         return self.norm(super().run_layers(embeds, states, rotation, mask, store))
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
-        """Logits [..., V]: the target's output head reads outputs [..., D] as its own states."""
         return target.project(outputs)

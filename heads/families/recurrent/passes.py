@@ -330,7 +330,6 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
             self.kernels = None
 
     def compile(self, target: Target | None = None) -> None:
-        """Compile the passes over committed positions and over drafted nodes."""
         self.prepare(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)

@@ -62,7 +62,6 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         return states, *best_guesses(self.head.token_logits(index, states, self.target))
 
     def compile(self, target: Target | None = None) -> None:
-        """Compile each depth, and what reads committed positions."""
         self.prepare(target)
         self.read = self.compiled(self.read_eagerly, READING)
         step = {"states": "B n .", "tokens": "B n"}
@@ -71,7 +70,6 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        """A session for prompts [B, T]; their features come with the first commit."""
         return SequentialSession(self, rows=len(lengths))
 
 
@@ -88,7 +86,6 @@ class SequentialSession(LateReader):
 
     @torch.no_grad()
     def read(self, committed: Committed) -> None:
-        """Compute the first states where the roots were predicted."""
         if self.cache is None:
             hidden = committed.ends.hidden
             assert hidden is not None
@@ -114,7 +111,6 @@ class SequentialSession(LateReader):
 
     @torch.no_grad()
     def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
-        """Fill the tree depth by depth with the head's best guesses, or with drawn ones."""
         self.catch_up()
         assert self.state is not None and self.roots is not None
         drafter, states = self.drafter, self.state[:, None]

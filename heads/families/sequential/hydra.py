@@ -125,17 +125,14 @@ class HydraHeads(SequentialHead):
 
     @classmethod
     def sized(cls, config: HydraConfig, target: Target) -> Any:
-        """The sizes of the target, and its layers' shape for the prefix layer."""
         sized = super().sized(config, target)
         return sized.like(target) if config.prefix_layer else sized
 
     @property
     def depth(self) -> int:
-        """One token for each head."""
         return len(self.branches)
 
     def initialize(self, target: Target) -> None:
-        """Copy the target's output head into each head's own."""
         weight = target.output_weight()
         for index in range(self.depth):
             self.branch(index).output.weight.data.copy_(weight)
@@ -145,11 +142,9 @@ class HydraHeads(SequentialHead):
         return cast(HydraBranch, self.branches[index])
 
     def contexts(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        """The prefix layer's outputs for packed hidden states [B, T, D] and segments [B, T]."""
         return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
 
     def new_cache(self, rows: int, memory: CacheMemory | None) -> DraftCache | None:
-        """The prefix layer's keys and values of committed positions."""
         return None if self.prefix is None else DraftCache([self.prefix.layer], rows, memory)
 
     def read(
@@ -159,7 +154,6 @@ class HydraHeads(SequentialHead):
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         cached: CacheColumns,
     ) -> torch.Tensor:
-        """The prefix layer's outputs [B, T, D] at newly committed positions."""
         assert self.prefix is not None
         return self.prefix.decode_pass(hidden, positions, mask, cached)
 

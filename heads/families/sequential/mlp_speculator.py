@@ -86,11 +86,9 @@ class MlpSpeculator(SequentialHead):
 
     @property
     def depth(self) -> int:
-        """One token for each step."""
         return self.config.num_heads
 
     def initialize(self, target: Target) -> None:
-        """Matrices are drawn from a normal distribution of variance 1 / inner_size."""
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.normal_(module.weight, std=self.config.inner_size**-0.5)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import write_run
 
 from drafthead.core.errors import UserError
 from drafthead.lab.building import answering
@@ -22,9 +23,11 @@ from drafthead.lab.building.budget import (
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
 from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
 from drafthead.lab.building.view import Captured
-from drafthead.scripts import cli
+from drafthead.lab.planned_training import TrialOutOfMemoryError
+from drafthead.scripts import cli, stages
 from drafthead.scripts.stages import Building
 from drafthead.train.prompts.invention import TooFewMessagesError
+from drafthead.train.run.config import load_run_config
 
 DEMO_TARGET = Path(__file__).parents[3] / "assets" / "demo_target"
 CHOICES = Choices("model", "auto", "cpu", (), 64, 0, "eagle3", 5.0, False)
@@ -223,6 +226,28 @@ def test_time_for_compiling_is_kept_and_shown(tmp_path) -> None:
         building.expect()
     longer = {n for n in STAGES if compiled.view.expected[n] > plain.view.expected[n] + 99}
     assert longer == {"evaluate", "race"}
+
+
+def test_a_trial_that_lacks_memory_is_made_again_with_fewer_rows(monkeypatch, tmp_path) -> None:
+    building = Building(CHOICES, begun(tmp_path, CHOICES))
+    building.settings = []
+    rows = {"batch_rows": 6, "micro_batch_rows": 6}
+    write_run(building.config, tmp_path, {"family": "eagle3"}, {}, rows)
+    tried = []
+
+    def trial(path: Path, settings: list[str]) -> int:
+        tried.append(load_run_config(path, settings[:-1]).train.micro_batch_rows)
+        if tried[-1] > most:
+            raise TrialOutOfMemoryError("the trial failed")
+        return tried[-1]
+
+    monkeypatch.setattr(stages, "run_trial", trial)
+    for most, expected in ((3, [6, 3]), (1, [3, 1])):
+        assert building.fitting_trial(["data.train=other"]) == most and tried == expected
+        tried.clear()
+    most = 0
+    with pytest.raises(TrialOutOfMemoryError):
+        building.fitting_trial(["data.train=other"])
 
 
 def test_prompts_are_invented_further_whatever_memory_is_free_and_however_passes_run(

@@ -13,19 +13,20 @@ from runs import run, write_inputs, write_run
 from torch import nn
 
 from drafthead.core.errors import UserError
-from drafthead.lab.planning.dry_setup import dry_setup
 from drafthead.lab.planning.estimate import (
     AVERAGE,
     BUFFERS,
+    FEATURES,
     GRADIENTS,
     HEAD,
+    LIBRARIES,
     OPTIMISER,
     TARGET,
     Place,
     disk_use,
-    process_memory,
-    remedies,
-    step_memory,
+    held_memory,
+    less_memory,
+    set_up,
 )
 from drafthead.train.draft_models.student import FAMILY
 from drafthead.train.learning.engines import build_accelerator
@@ -65,7 +66,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def check_held(config: RunConfig) -> None:
     """Compare what a planned step holds with a run that was set up, after its first step."""
-    held = step_memory(dry_setup(config)).held
+    held = held_memory(set_up(config), ALONE)
     trainer = build_trainer(build_accelerator(config), config, config.folder())
     trainer.runner.run(0, 0.5, trainer.order.rows_of_step(0))
     head, states = trainer.task.head, [o.optimizer.state for o in trainer.runner.optimizers]
@@ -104,14 +105,12 @@ def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, 
         *(f"data.feature_folder={features}", f"data.feature_dtype={dtype}", "train.ema=0.9"),
         *("head.draft_vocab_size=20", "train.max_steps=null", "train.epochs=1"),
     )
-    setup = dry_setup(configure(trained, *settings))
-    memory = step_memory(setup)
-    disk = disk_use(setup, memory)
+    setup = set_up(configure(trained, *settings))
+    disk = disk_use(setup)
     assert not features.exists()
     output = run(tmp_path / "run.yaml", *settings)
     [state] = (output / "state").iterdir()
-    tensors = sum(len(part.state_dict()) for part in (setup.head, memory.average))
-    tensors += sum(len(v) for o in memory.optimizers for v in o.state.values())
+    tensors = 5 * len(setup.head.state_dict())  # weights, average, up to three of an optimiser
     other_files = 40_000  # the states of random numbers
     assert disk.state < written(state) < disk.state + 1000 * tensors + other_files
     head = output / "model.safetensors"
@@ -124,36 +123,30 @@ def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, 
 
 def test_a_budget_of_features_is_kept_to(configure, tmp_path: Path) -> None:
     folder = f"data.feature_folder={tmp_path / 'features'}"
-    setup = dry_setup(configure("medusa", folder))
-    every = disk_use(setup, memory := step_memory(setup))
+    every = disk_use(set_up(configure("medusa", folder)))
     budget = 0.5e-9 * every.features
-    some_setup = dry_setup(configure("medusa", folder, f"data.feature_budget_gb={budget}"))
-    some = disk_use(some_setup, memory)
+    some = disk_use(set_up(configure("medusa", folder, f"data.feature_budget_gb={budget}")))
     assert 0 < some.feature_rows < every.feature_rows and some.features <= 1e9 * budget
 
 
-def test_a_larger_micro_batch_needs_more_and_leaves_the_rest_alone(
-    configure, trainable_family: str
-) -> None:
+def test_a_larger_micro_batch_holds_more_features_alone(configure) -> None:
     small, large = (
-        step_memory(dry_setup(configure(trainable_family, f"train.micro_batch_rows={n}")))
+        held_memory(set_up(configure("eagle3", f"train.micro_batch_rows={n}")), ALONE)
         for n in (1, 4)
     )
-    assert small.held == large.held
-    assert small.peak.total() < large.peak.total()
+    assert large.pop(FEATURES) == 4 * small.pop(FEATURES) and small == large
 
 
 def test_the_weights_of_the_target_are_not_needed(inputs: Path, configure, tmp_path: Path) -> None:
-    whole = step_memory(dry_setup(configure("parallel")))
+    whole = held_memory(set_up(configure("parallel")), ALONE)
     for kept in (("config.json", "token*", "chat*"), ("config.json",)):
         bare = tmp_path / f"bare{len(kept)}"
         bare.mkdir()
         for path in (p for pattern in kept for p in (inputs / "target").glob(pattern)):
             (bare / path.name).write_bytes(path.read_bytes())
-        setup = dry_setup(configure("parallel", f"target.name={bare}"))
-        memory = step_memory(setup)
-        assert memory.held == whole.held
-    assert setup.rows is None and memory.peak.total() > whole.peak.total()  # full rows
+        setup = set_up(configure("parallel", f"target.name={bare}"))
+        assert held_memory(setup, ALONE) == whole
+    assert setup.rows is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +164,7 @@ def test_a_target_whose_sizes_are_unknown_is_refused(
     content = json.loads((inputs / "target" / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(content | change))
     with pytest.raises(UserError, match=named):
-        dry_setup(configure("medusa", f"target.name={bare}"))
+        set_up(configure("medusa", f"target.name={bare}"))
 
 
 @pytest.mark.parametrize(
@@ -180,30 +173,20 @@ def test_a_target_whose_sizes_are_unknown_is_refused(
 )
 def test_a_target_in_pieces_or_in_bytes_is_refused(configure, settings: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="only targets that are whole on their device"):
-        dry_setup(configure("medusa", *settings))
+        set_up(configure("medusa", *settings))
 
 
-def test_remedies_save_what_they_say(configure) -> None:
-    settings = ("head.output=own", "optimizer.name=adamw", "train.ema=0.9", "train.batch_rows=4")
-    setup = dry_setup(configure("medusa", *settings, "train.micro_batch_rows=4"))
-    before = process_memory(step_memory(setup), ALONE).total()
-    found = {remedy.setting: remedy.total for remedy in remedies(setup, ALONE)}
-    assert [setting.split("=")[0] for setting in found] == [
-        *("train.micro_batch_rows", "train.micro_batch_rows", "data.max_length", "head.output"),
-        *("train.mixed_precision", "train.ema", "optimizer.name"),
+def test_settings_that_need_less_are_those_that_this_run_can_change(configure) -> None:
+    settings = ("head.output=own", "optimizer.name=adamw", "train.ema=0.9")
+    assert less_memory(set_up(configure("medusa", *settings))) == [
+        *("train.micro_batch_rows=1", "data.max_length=32", "head.output=shared"),
+        *("train.mixed_precision=bf16", "train.ema=null", "optimizer.name=muon"),
     ]
-    assert found["train.micro_batch_rows=1"] < found["train.micro_batch_rows=2"] < before
-    shared = dry_setup(
-        configure("medusa", *settings, "train.micro_batch_rows=4", "head.output=shared")
-    )
-    assert found["head.output=shared"] == process_memory(step_memory(shared), ALONE).total()
 
 
-def test_what_passes_through_a_step_and_what_processes_exchange_count(configure) -> None:
-    memory = step_memory(dry_setup(configure("medusa")))
-    on_gpu = process_memory(memory, Place(1, on_cpu=False, libraries=0))
-    assert on_gpu == memory.peak
-    two = process_memory(memory, Place(2, on_cpu=False, libraries=0))
-    assert two - on_gpu == {BUFFERS: memory.held[GRADIENTS]}
-    here = process_memory(memory, Place(1, on_cpu=True, libraries=7))
-    assert here.total() > on_gpu.total() + 7
+def test_what_processes_exchange_and_libraries_count(configure) -> None:
+    setup = set_up(configure("medusa"))
+    on_gpu = held_memory(setup, Place(1, on_cpu=False, libraries=7))
+    two = held_memory(setup, Place(2, on_cpu=False, libraries=7))
+    assert two == on_gpu | {BUFFERS: on_gpu[GRADIENTS]}
+    assert held_memory(setup, Place(1, on_cpu=True, libraries=7)) == on_gpu | {LIBRARIES: 7}
