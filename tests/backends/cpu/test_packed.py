@@ -16,7 +16,7 @@ from drafthead.backends.cpu.packed_modules import PackedLayer, PackedLinear, Pac
 from drafthead.backends.cpu.packed_target import PackedTarget, tell_of_torch
 from drafthead.heads.target.one_width import is_alike
 from drafthead.heads.target.target import Target
-from drafthead.infer.decoder import Decoder
+from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.loaded import prepared_target
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
@@ -126,6 +126,29 @@ def test_other_layers_are_packed_part_by_part(name) -> None:
     kinds = [type(part) for part in target.called.modules()]
     assert PackedLinear in kinds and nn.Linear not in kinds and PackedLayer not in kinds
     assert not target.same_bits or is_alike(target)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Target:
+    """A target whose layers are one call each."""
+    return Target(model_of("llama"))
+
+
+def test_any_draft_gives_the_text_of_plain_decoding(wide, drafter_name, make_drafter) -> None:
+    """Greedy and drawn, in a batch and alone, by our kernels."""
+    drafter = make_drafter(drafter_name, wide)
+    alone = getattr(drafter, "drafter", drafter)
+    if hasattr(alone, "head"):
+        alone.head.to(torch.bfloat16)
+    drafted, plain = (decoder_for(wide, each, None, None) for each in (drafter, None))
+    assert drafted.target.same_bits and plain.target.same_bits
+    prompts = random_prompts(3)
+    for temperature, rule in ((0.0, "greedy"), (0.8, "match")):
+        options = {"max_new_tokens": 16, "temperature": temperature, "verifier": rule}
+        answers = drafted.generate(prompts, **options, seed=5).sequences
+        for row, prompt in enumerate(prompts):
+            expected = plain.generate(prompt, **options, seed=5 + row).sequences
+            assert expected == [answers[row]], (temperature, row)
 
 
 def test_weights_that_change_are_packed_again() -> None:
