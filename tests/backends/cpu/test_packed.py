@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import psutil
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -187,6 +188,16 @@ def test_torchs_kernels_run_where_ours_cannot_and_the_log_says_why(caplog) -> No
     assert len(seen) > 2
     for plain in (Target(model_of("llama").float()), Target(model_of("llama"))):
         assert not prepared_target(plain, False).backend.has_kernels
+
+
+def test_weights_that_do_not_fit_twice_are_not_packed(caplog, monkeypatch) -> None:
+    tell_of_torch.cache_clear()
+    caplog.set_level(logging.INFO, LOG)
+    model = model_of("llama")
+    free = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    assert not isinstance(Target(model).packed(), PackedTarget)
+    assert "GB more, and 1e-06 are free" in caplog.text
 
 
 def test_a_layer_that_computes_something_else_is_not_replaced(caplog, monkeypatch) -> None:
