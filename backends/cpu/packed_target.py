@@ -120,6 +120,10 @@ class PackedTarget(Target):
         """As `Target.one_token`."""
         return self.plain.one_token
 
+    def _plain_output_head(self) -> nn.Linear | None:
+        """As `Target._plain_output_head`, of the model's own."""
+        return self.plain._plain_output_head()
+
     @torch.no_grad()
     def run(
         self,
