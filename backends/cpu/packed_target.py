@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -17,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
+from drafthead.backends.cpu.kernels.packing import packed_weights
 from drafthead.backends.cpu.packed_modules import (
     PackedLayer,
     PackedLinear,
@@ -118,6 +120,10 @@ class PackedTarget(Target):
         """As `Target.one_token`."""
         return self.plain.one_token
 
+    def _plain_output_head(self) -> nn.Linear | None:
+        """As `Target._plain_output_head`, of the model's own."""
+        return self.plain._plain_output_head()
+
     @torch.no_grad()
     def run(
         self,
@@ -210,8 +216,13 @@ def obstacle(target: Target) -> str | None:
         return "its passes are made otherwise already"
     if has_hooks(target.model):
         return HOOKED
-    if not any(map(is_product, target.model.modules())):
+    weights = [part.weight for part in target.model.modules() if is_product(part)]
+    if not weights:
         return "it has no matrices of bfloat16 numbers"
+    is_packed = any(weight in packed_weights for weight in weights)  # for another target
+    needed, free = sum(weight.nbytes for weight in weights), psutil.virtual_memory().available
+    if needed > free and not is_packed:
+        return f"packed weights take {needed / 1e9:.3g} GB more, and {free / 1e9:.3g} are free"
     return None
 
 

@@ -350,9 +350,9 @@ class Target:
 
     def _plain_output_head(self) -> nn.Linear | None:
         """The output head when it is a matrix of numbers: not quantised, without adapters."""
-        head = self.model.get_output_embeddings()
+        head = self.output_head
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
-        return head if plain else None
+        return head if plain else None  # type: ignore[return-value]  # mypy knows no `type is`
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's scaling and cap, applied to outputs [..., V] of its output head."""

@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import psutil
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -16,7 +17,7 @@ from drafthead.backends.cpu.packed_modules import PackedLayer, PackedLinear, Pac
 from drafthead.backends.cpu.packed_target import PackedTarget, tell_of_torch
 from drafthead.core.target.one_width import is_alike
 from drafthead.core.target.target import Target
-from drafthead.infer.decoder import Decoder
+from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.loaded import prepared_target
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
@@ -128,6 +129,29 @@ def test_other_layers_are_packed_part_by_part(name) -> None:
     assert not target.same_bits or is_alike(target)
 
 
+@pytest.fixture(scope="module")
+def wide() -> Target:
+    """A target whose layers are one call each."""
+    return Target(model_of("llama"))
+
+
+def test_any_draft_gives_the_text_of_plain_decoding(wide, drafter_name, make_drafter) -> None:
+    """Greedy and drawn, in a batch and alone, by our kernels."""
+    drafter = make_drafter(drafter_name, wide)
+    alone = getattr(drafter, "drafter", drafter)
+    if hasattr(alone, "head"):
+        alone.head.to(torch.bfloat16)
+    drafted, plain = (decoder_for(wide, each, None, None) for each in (drafter, None))
+    assert drafted.target.same_bits and plain.target.same_bits
+    prompts = random_prompts(3)
+    for temperature, rule in ((0.0, "greedy"), (0.8, "match")):
+        options = {"max_new_tokens": 16, "temperature": temperature, "verifier": rule}
+        answers = drafted.generate(prompts, **options, seed=5).sequences
+        for row, prompt in enumerate(prompts):
+            expected = plain.generate(prompt, **options, seed=5 + row).sequences
+            assert expected == [answers[row]], (temperature, row)
+
+
 def test_weights_that_change_are_packed_again() -> None:
     model = model_of("llama")
     decoder = Decoder(prepared_target(Target(model), None))
@@ -164,6 +188,16 @@ def test_torchs_kernels_run_where_ours_cannot_and_the_log_says_why(caplog) -> No
     assert len(seen) > 2
     for plain in (Target(model_of("llama").float()), Target(model_of("llama"))):
         assert not prepared_target(plain, False).backend.has_kernels
+
+
+def test_weights_that_do_not_fit_twice_are_not_packed(caplog, monkeypatch) -> None:
+    tell_of_torch.cache_clear()
+    caplog.set_level(logging.INFO, LOG)
+    model = model_of("llama")
+    free = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    assert not isinstance(Target(model).packed(), PackedTarget)
+    assert "GB more, and 1e-06 are free" in caplog.text
 
 
 def test_a_layer_that_computes_something_else_is_not_replaced(caplog, monkeypatch) -> None:
