@@ -200,7 +200,8 @@ def test_what_weights_have_read_that_changed_meanwhile_is_not_used_again(make_ta
     decoder.memory.most_kept = 4
     rows = decoder.running_rows(2)
     ticket = Ticket(0, decoder.request(prompt, read_options({"max_new_tokens": 4})))
-    gains = rows.admit([ticket])
+    rows.admit([ticket])
+    gains = rows.step()
     with torch.no_grad():
         target.layers[0].mlp.up_proj.weight.mul_(1.5)
     while rows.count:
