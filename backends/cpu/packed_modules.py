@@ -16,6 +16,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
 from drafthead.backends.cpu.substitutions import added, can_be_bytes, can_be_packed, has_mask
+from drafthead.backends.cpu.threads import threads
 from drafthead.core.target.weight_state import weights_of
 
 ATTENTION = "drafthead_cpu"
@@ -160,7 +161,9 @@ def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
     if model._supports_attention_backend and config._attn_implementation == "sdpa":
         config._attn_implementation = ATTENTION
     for parent, name, part in list(children_in(twin)):
-        if (made := packed(part, in_bytes)) is not None:
+        with threads.for_a_call():  # on a busy machine several would wait for each other
+            made = packed(part, in_bytes)
+        if made is not None:
             parent._modules[name] = made
     return twin
 

@@ -259,7 +259,8 @@ def refuse_unlike(target: Target, made: PackedTarget) -> None:
         target.run(tokens, positions, mask, NO_FEATURES, cache)
         for layer, (_, args, options, output) in zip(made.layers.children(), calls, strict=True):
             given = args[0] if args else options["hidden_states"]
-            found, expected = (first_of(each) for each in (layer(*args, **options), output))
+            with threads.for_a_call():
+                found, expected = first_of(layer(*args, **options)), first_of(output)
             share = float((found - expected).float().norm() / (expected - given).float().norm())
             if not share < MOST_DIFFERENT:
                 raise UserError(f"a layer would give something else, by {share:.1%}")
