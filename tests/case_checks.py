@@ -270,6 +270,8 @@ def check_chat(case: Case, built: Built) -> Iterator[Mismatch]:
         )
         if len(prompt) + case.new > 120:
             return
+        if is_refused(case, built, prompt, case.seed):
+            return
         passes = session.steps(words)
         said, breaks = [], chance.random() < 0.25
         for tokens in passes:
@@ -282,7 +284,8 @@ def check_chat(case: Case, built: Built) -> Iterator[Mismatch]:
             right = said
         yield from differences("turn", case, built, prompt, case.seed, right, said)
         text = tokenizer.decode(said, skip_special_tokens=True)
-        if session.messages[-1]["content"] != text:
+        # Of random bytes those of an answer may complete a character that a message has begun.
+        if case.text == "words" and session.messages[-1]["content"] != text:
             yield Mismatch("turn's text", prompt, case.seed, text, session.messages[-1]["content"])
         if chance.random() < 0.15:
             change_weights(built.model, chance)
