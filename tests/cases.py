@@ -163,7 +163,10 @@ def drawn_filters(chance: random.Random) -> dict[str, float]:
 
 
 ANSWER = {"frequency_penalty", "presence_penalty"}  # of which transformers knows nothing
-COUNTING = {"min_new_tokens", "min_length", "forced_eos_token_id", "begin_suppress_tokens"}
+COUNTING = {
+    "min_new_tokens", "min_length", "forced_eos_token_id", "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+}  # fmt: skip
 
 
 def drawn_processors(

@@ -38,12 +38,18 @@ def context_of(
     """The last tokens of a prompt, and how many characters of text they are.
 
     They are so many that what follows them does not begin a text, if the prompt has any text. Half
-    of a character at the end is not counted: an answer may complete it.
+    of a character at the end is not counted: an answer may complete it, unless a special token is
+    between them.
     """
     for count in (CONTEXT, len(prompt)):
         ids = [*prompt[-count:]]
         if text := texts_of([ids], tokenizer, skip_special)[0]:
-            return ids, len(text.rstrip("\ufffd"))
+            special = {*tokenizer.all_special_ids}
+            begin = max(
+                (place for place, token in enumerate(ids, 1) if token in special), default=0
+            )
+            [last] = texts_of([ids[begin:]], tokenizer, skip_special)
+            return ids, len(text) - len(last) + len(last.rstrip("\ufffd"))
     return ids, 0
 
 

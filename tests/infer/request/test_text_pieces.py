@@ -64,6 +64,20 @@ def test_what_follows_a_prompt_keeps_its_first_space() -> None:
     assert "".join(text_pieces(iter([halves[1:], [b]]), tokenizer, [a, *halves[:1]])) == "é b"
 
 
+def test_what_a_message_ends_with_is_not_said_again() -> None:
+    """An answer completes half of a character only where no special token is between them."""
+    half, replaced, answer = (
+        TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("€", "\ufffd", "a")
+    )
+    mark = TOKENIZER.eos_token_id
+    prompts = [[*half[:2], mark], [*replaced, mark], [*replaced, mark, *half[:2]]]
+    answers = [answer, answer, [*half[2:], *answer]]
+    expected = ["a", "a", "€a"]
+    assert texts_of(answers, TOKENIZER, after=prompts) == expected
+    for prompt, tokens, text in zip(prompts, answers, expected, strict=True):
+        assert "".join(text_pieces(iter([tokens]), TOKENIZER, prompt)) == text
+
+
 def test_some_special_tokens_can_be_shown() -> None:
     tokenizer = byte_fallback_tokenizer()
     unknown, end, a = tokenizer.convert_tokens_to_ids(["<unk>", "</s>", "▁a"])
