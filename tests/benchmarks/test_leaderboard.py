@@ -113,7 +113,6 @@ def test_a_failed_training_names_its_verb_and_keeps_the_others(
         (["head.hidden_size=8"], "entries.bad: head.hidden_size is 8"),
         (["head.family=parallel", "head.taps=[0, 7]"], "entries.bad: .*head.taps is"),
         (["data.max_length=4096"], "entries.bad: data.max_length is 4096"),
-        (["train.batch_rows=3"], "entries.bad: train.batch_rows=3"),
         (["data.train=nowhere.jsonl"], "nowhere.jsonl"),
         (["train.max_minutes=9"], "train.max_minutes, which is the same for all"),
     ],

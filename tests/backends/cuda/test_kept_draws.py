@@ -7,6 +7,7 @@ from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.cuda import kept_draws
 from drafthead.backends.cuda.kept_draws import draw, first_kept
 from drafthead.core import sampling
+from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.sampling import NO_TOKEN, SamplingConfig, probabilities
 
 DEVICE = torch.device("cpu" if not torch.cuda.is_available() else "cuda")
@@ -80,6 +81,7 @@ def test_logits_without_a_law_give_no_token(odd: float) -> None:
     assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all()
 
 
-def test_steps_on_a_gpu_draw_by_the_kernel() -> None:
+def test_steps_on_a_gpu_draw_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: None)  # which asks the device
     backend = CompilingBackend(torch.device("cuda"), torch.bfloat16, fuses=False)
     assert backend.replacement_of(sampling.draw) is draw

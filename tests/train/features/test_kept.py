@@ -11,6 +11,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
+from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.features import kept as kept_features
@@ -23,7 +24,6 @@ from drafthead.train.features.kept import (
     to_int8,
 )
 from drafthead.train.features.reading import FeatureReader
-from drafthead.train.jobs.weights import weights_fingerprint
 
 SOURCE = FeatureSource(
     target="a", settings="s", rows="b", dtype="torch.float32", mixed_precision="no"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.kernels.linear import pack
+from drafthead.backends.cpu.kernels.packing import pack
 
 
 @pytest.mark.parametrize("paired", [False, True])
