@@ -42,7 +42,7 @@ from drafthead.backends.cuda.recordings import Recordings
 from drafthead.backends.fingerprint import UndescribedError, described, digest, surroundings
 from drafthead.core.backend import NOTHING, no_variant
 from drafthead.core.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.storage.disk_cache import reason_against, usable_cache_folder
 
 CPU_OPTIONS: dict[str, Any] = {
@@ -276,7 +276,7 @@ class Compiled:
                 result = compiled(*arguments)
         except (TorchDynamoException, InductorError) as error:
             cause = getattr(error, "inner_exception", error)  # of what a backend has raised
-            reason = str(cause).strip().splitlines()[0]
+            reason = first_line(cause)
             raise UserError(
                 f"this model or drafter cannot be compiled ({reason}): decode without compile"
             ) from error

@@ -21,6 +21,7 @@ from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
 from drafthead.backends.cpu.substitutions import has_our_products
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
+from drafthead.core.errors import first_line
 from drafthead.core.kv_cache.column_cache import move_columns
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Taps
@@ -143,7 +144,7 @@ class CompiledTarget(Target):
             with attention:
                 found = super().forward(*inputs)
         except Exception as error:  # whatever the code of a model raises that is given these
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            reason = first_line(error)
         else:
             share = float((found.float() - masked.float()).norm() / masked.float().norm())
             if share < MOST_DIFFERENT:

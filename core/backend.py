@@ -77,6 +77,10 @@ class Backend:
     def forget_also(self, other: "Backend") -> None:
         """With this backend's functions forget those of another one, which read its weights too."""
 
+    def within(self, in_bytes: bool) -> AbstractContextManager[object]:
+        """What functions run within that are not compiled; matrices may be read `in_bytes`."""
+        return NOTHING
+
     @property
     def seconds(self) -> float:
         """Time spent on compiling so far."""
@@ -105,7 +109,7 @@ class Backend:
         """
 
         def call(*arguments: Any) -> Any:
-            with around:
+            with self.within(in_bytes), around:
                 return function(*arguments)
 
         return call

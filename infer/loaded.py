@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.drafting.drafter import Drafter
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.registry import Registry
 from drafthead.core.target.adapters import base_of_adapter
 from drafthead.core.target.any_target import load_target, target_of
@@ -287,7 +287,7 @@ def with_tokenizer(
         try:
             found = load_tokenizer(tokenizer, str(tokenizer), trust_code)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"cannot load the tokenizer {tokenizer}: {reason}") from error
     elif not isinstance(tokenizer, PreTrainedTokenizerBase):
         found = getattr(tokenizer, "tokenizer", None)  # of a processor

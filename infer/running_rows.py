@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from drafthead.core.drafting.row_state import chosen
+from drafthead.core.errors import first_line
 from drafthead.core.target.target import Target
 from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted, no_token_in
@@ -16,7 +17,7 @@ from drafthead.infer.engine.prefill import prompt_groups
 from drafthead.infer.method import Method
 from drafthead.infer.past import Memory, Past, longest_of
 from drafthead.infer.prompt_queue import Prompts, Unread
-from drafthead.infer.tickets import Gain, Ticket, Way, beginning, broken_off, merged, told
+from drafthead.infer.tickets import Gain, Ticket, Way, beginning, broken_off, merged
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class ServedRows:
         ticket, ended, error = self.tickets[number], not row.active, None
         if row.failed or (ticket.trouble and row.finish_reason == "cancelled"):
             trouble = ticket.trouble
-            error = told(trouble[-1]) if trouble else no_token_in("the prompt", row.tokens)
+            error = first_line(trouble[-1]) if trouble else no_token_in("the prompt", row.tokens)
         return Gain(ticket, row, tokens, self.proposed, accepted, logprobs, ended, error)
 
     def keep(self, memory: Memory, state: Any) -> None:

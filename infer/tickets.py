@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
+from drafthead.core.errors import first_line
 from drafthead.core.sampling import SamplingConfig
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.batch_run import Row
@@ -120,9 +121,4 @@ def beginning(request: Request, end: int) -> Request:
 
 def broken_off(tickets: Sequence[Ticket], error: Exception) -> list[Gain]:
     """The ends of answers that an exception has broken off."""
-    return [Gain(t, Row(0), [], 0, 0, None, ended=True, error=told(error)) for t in tickets]
-
-
-def told(error: Exception) -> str:
-    """What an exception says."""
-    return str(error) or type(error).__name__
+    return [Gain(t, Row(0), [], 0, 0, None, ended=True, error=first_line(error)) for t in tickets]

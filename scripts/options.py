@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 import typer
 from typer.models import ParameterInfo
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from drafthead.core.target.target import Target
@@ -297,7 +297,7 @@ class Answers:
         try:
             config = GenerationConfig(do_sample=self.temperature > 0, **given)
         except ValueError as error:
-            raise UserError(f"--set: {str(error).splitlines()[0]}") from error
+            raise UserError(f"--set: {first_line(error)}") from error
         name, _, of_rule = rule.partition(":")
         keywords: Any = {
             "max_new_tokens": self.max_new_tokens,

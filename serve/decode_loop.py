@@ -10,13 +10,14 @@ from functools import partial
 from itertools import count
 from threading import Condition, Thread
 
+from drafthead.core.errors import first_line
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.answers.score_record import scored_prompt
 from drafthead.infer.request.request import Request
 from drafthead.infer.running_rows import RunningRows
 from drafthead.infer.serving import newcomers_at_least
-from drafthead.infer.tickets import Gain, Ticket, told
+from drafthead.infer.tickets import Gain, Ticket
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics
@@ -105,7 +106,7 @@ class Scorings:
 
     def given_up(self, error: Exception) -> list[Gain]:
         """Give up the first prompt, which has raised an exception."""
-        self._settle(partial(self.waiting[0][1].set_exception, failed(told(error))))
+        self._settle(partial(self.waiting[0][1].set_exception, failed(first_line(error))))
         return []
 
     def _settle(self, settle: Callable[[], None]) -> None:
@@ -116,7 +117,7 @@ class Scorings:
 
 
 def failed(error: str) -> ApiError:
-    """What a client is told whose answer an error has ended."""
+    """The error that a client gets whose answer has failed."""
     return ApiError(500, f"decoding failed: {error}")
 
 
@@ -219,7 +220,7 @@ class DecodeLoop:
                 self.rows.admit([Ticket(job.id, job.request)])
             except Exception as error:
                 logger.exception("an answer cannot begin")
-                self._fail(job, failed(told(error)))
+                self._fail(job, failed(first_line(error)))
         for gain in self.rows.step():
             self._deliver(gain)
         if self.running and not self.rows.count:
@@ -252,7 +253,7 @@ class DecodeLoop:
     def _begin_again(self, error: BaseException) -> None:
         """End what is running with an error, and go on with new rows."""
         self.rows = self._new_rows()
-        said = failed(str(error) or type(error).__name__)
+        said = failed(first_line(error))
         for job in [*self.running.values()]:
             self._fail(job, said)
 
@@ -268,7 +269,7 @@ class DecodeLoop:
                 self._send(job, gain)
         except Exception as error:
             logger.exception("what an answer has gained cannot be sent")
-            self._fail(job, failed(told(error)))
+            self._fail(job, failed(first_line(error)))
             if not gain.ended:
                 self._free({job.id})
 

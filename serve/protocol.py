@@ -12,6 +12,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
+from drafthead.core.errors import first_line
 from drafthead.core.target.chat_template import reads
 from drafthead.infer import Decoder
 from drafthead.infer.request.options import DecodeOptions, read_options
@@ -320,7 +321,7 @@ class Answering(Body):
         try:
             config = GenerationConfig(do_sample=not self.greedy, **given)
         except ValueError as error:
-            raise ApiError(400, str(error).splitlines()[0]) from error
+            raise ApiError(400, first_line(error)) from error
         return {
             "max_new_tokens": max_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,

@@ -5,8 +5,8 @@ the pass reads, and so not on how a text was split into passes.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
 
@@ -29,9 +29,8 @@ from drafthead.backends.cpu.packed_modules import (
 )
 from drafthead.backends.cpu.substitutions import CpuKernels, has_our_products, replacement_of
 from drafthead.backends.cpu.threads import threads
-from drafthead.core.backend import NOTHING, Backend, no_variant
-from drafthead.core.dims import Spec
-from drafthead.core.errors import UserError
+from drafthead.core.backend import Backend
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.column_cache import move_columns
 from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, find_module
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
@@ -54,23 +53,10 @@ class PackedBackend(Backend):
 
     has_kernels = True
 
-    def compile(
-        self,
-        function: Callable[..., Any],
-        dims: Mapping[str, Spec],
-        reads: Sequence[Any],
-        in_bytes: bool = False,
-        variant: Callable[..., Hashable] = no_variant,
-        around: AbstractContextManager[object] = NOTHING,
-        layers: Sequence[nn.Module] = (),
-    ) -> Callable[..., Any]:
-        """The function within `around`, with our kernels; see `Backend.compile`."""
-
-        def call(*arguments: Any) -> Any:
-            with threads.for_a_call(), around, CpuKernels(True, in_bytes):
-                return function(*arguments)
-
-        return call
+    @contextmanager
+    def within(self, in_bytes: bool) -> Iterator[None]:
+        with threads.for_a_call(), CpuKernels(True, in_bytes):
+            yield
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """Our kernel."""
@@ -200,7 +186,7 @@ def packed_target(target: Target, in_bytes: bool = False) -> Target:
         made = PackedTarget(target, in_bytes)
         refuse_unlike(target, made)
     except Exception as error:  # whatever the code of a model raises that is given these
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason = first_line(error)
         tell_of_torch(type(target.model).__name__, reason)
         return target
     return made

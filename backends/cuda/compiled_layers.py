@@ -32,6 +32,7 @@ from drafthead.backends.recorded_calls import (
     replaced,
     tensors_of,
 )
+from drafthead.core.errors import first_line
 from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.tree_cache import StepCache
 
@@ -79,7 +80,7 @@ class CompiledLayers:
     def _give_up(self, reason: Exception) -> None:
         """Leave the layers uncompiled from now on."""
         self.reason_against = reason
-        line = (str(reason).strip() or repr(reason)).splitlines()[0]
+        line = first_line(reason)
         logger.warning("layers are recorded as they are, uncompiled: %s", line)
 
     def _in_place_of(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +188,7 @@ class Fused:
             with small_graphs():
                 return self.code(*arguments)
         except OBSTACLES as error:
-            line = (str(error).strip() or repr(error)).splitlines()[0]
+            line = first_line(error)
             logger.warning("%s is recorded as it is, uncompiled: %s", self.function, line)
             self.code = self.function
             return self.function(*arguments)

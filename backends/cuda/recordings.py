@@ -19,6 +19,8 @@ from weakref import WeakSet
 
 import torch
 
+from drafthead.core.errors import first_line
+
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
 MOST_RECORDINGS = 256
@@ -98,7 +100,7 @@ def captured(
         raise
     except RuntimeError as error:  # which names the operation that is not permitted
         capturing_on.cache_clear()  # the memory of a capture that failed takes no other
-        raise CaptureError(str(error).strip().splitlines()[0]) from error
+        raise CaptureError(first_line(error)) from error
 
 
 @contextmanager

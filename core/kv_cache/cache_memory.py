@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 # any case: they are a small part of any device, and recordings go with their memory.
 MOST_UNUSED, ALWAYS_KEPT = 2, 2**28
 # Share of a device's memory that a cache may take up from the beginning, and the most columns: a
-# text that outgrows its cache is recorded anew, and columns that stay empty cost no time.
+# text that outgrows its cache is recorded again, and columns that stay empty cost no time.
 FIRST_SHARE, MOST_AT_FIRST = 1 / 64, 4096
 
 

@@ -24,10 +24,8 @@ from drafthead.core.kv_cache.cache_memory import CacheMemory, FreshStores, Lease
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
 BLOCK = 128
 GROWTH = 1.5
-# Where passes are recorded, also short texts get this many columns in all rows together, and this
-# many in each: a text of another capacity would record each pass again, 50 to 100 ms at a time.
-# Kernels read the columns in use alone, so columns that stay empty cost memory and no time.
-LEAST_RECORDED, LEAST_OF_A_ROW = 8 * BLOCK, 4 * BLOCK
+# Where passes are recorded, short texts get this many columns too: fewer capacities, recordings.
+LEAST_RECORDED = 4 * BLOCK
 # Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
 # mask, grow with them; more would hardly be quicker.
 READ_CHUNK = 1024
@@ -183,8 +181,8 @@ class ColumnCache:
         if self.memory is None:
             return rounded(columns, BLOCK)
         column = sum(rows * s.shape[1] * s.shape[3] * s.element_size() for s in self.states)
-        least = LEAST_RECORDED // max(rows, 1), LEAST_OF_A_ROW, self.memory.first_columns(column)
-        return in_steps(max(columns, *least), BLOCK)
+        least = max(LEAST_RECORDED, self.memory.first_columns(column))
+        return in_steps(max(columns, least), BLOCK)
 
     def _new_stores(self, rows: int, capacity: int) -> FreshStores | Lease:
         """Zeroed memory for the keys of each layer, then for the values of each.

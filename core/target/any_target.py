@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.registry import Registry
 from drafthead.core.target.architecture import without_wrapper
 from drafthead.core.target.gguf_files import model_folder
@@ -92,5 +92,5 @@ def tokenizer_named(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"no tokenizer can be loaded from {name} ({reason})") from error

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.heads.formats.base import Foreign, TargetFacts
 from drafthead.heads.formats.loading import build_head, read_foreign
 from drafthead.heads.formats.printing import printable
@@ -48,7 +48,7 @@ def upload(repository: str, files: dict[str, Path | bytes], private: bool) -> st
         made = hub.create_repo(repository, private=private, exist_ok=True)
         hub.create_commit(repository, operations, commit_message="Upload a draft head")
     except (HTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{repository} was not uploaded: {printable(reason)}") from error
     return str(made)
 

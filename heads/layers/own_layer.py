@@ -17,7 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.target.architecture import (
     LAYER_NAMES,
     cache_argument,
@@ -89,7 +89,7 @@ def model_of_one_layer(content: Mapping[str, Any]) -> PreTrainedModel:
     except UserError:
         raise
     except Exception as error:  # a model that cannot have one layer, or no mask: many kinds
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{content.get('model_type')} has no MTP layer: {reason}") from error
     rotations = getattr(config, "rope_parameters", None) or {}
     by_kind = any(isinstance(each, Mapping) for each in rotations.values())
@@ -155,7 +155,7 @@ class OwnLayer(nn.Module):
                 self(weight.new_zeros(1, 1, self.width), rotation, sees, look)
             return sizes[0]
         except Exception as error:  # what a layer lacks shows itself in as many kinds of errors
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"{self.name} has no MTP layer that runs alone: {reason}") from error
 
     def forward(

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from pydantic import TypeAdapter, ValidationError
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.heads.formats.files import read_json
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.findings import Finding, faults_first
@@ -117,7 +117,7 @@ def comparison_section(folder: Path) -> Section:
         rows = TypeAdapter(list[ComparisonRow]).validate_python(content["rows"])
         machine, dtype, prompts = content["machine"], content["dtype"], content["prompts"]
     except (KeyError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{file} is not a race of `drafthead compare`: {reason}") from error
     picture = folder / "comparison.png"
     return Section(

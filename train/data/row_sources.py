@@ -13,7 +13,7 @@ from datasets import DatasetBuilder, DatasetDict, load_dataset_builder, load_fro
 from huggingface_hub.errors import HTTPError
 from pyarrow import parquet
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.train.data.left_out import UnusableRowError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -208,7 +208,7 @@ def _readable(source: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, HTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise UserError(
             f"{source} is neither a file nor a data set that can be loaded ({reason}); "
             "data sets are written NAME, NAME:SPLIT or NAME:CONFIG:SPLIT"

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.storage.files import write_text
 from drafthead.core.target.gguf_files import model_folder
 from drafthead.core.target.loading import refuse_missing_folder
@@ -49,7 +49,7 @@ def target_sizes(target: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"cannot read the sizes of {target}: {reason}") from error
     Target.check_kind(target, config.is_encoder_decoder)
     return config.get_text_config(decoder=True)
