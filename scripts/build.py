@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from drafthead.core.errors import UserError
 from drafthead.scripts import options
+
+if TYPE_CHECKING:
+    from drafthead.lab.building.folder import Choices
 
 
 def main(
@@ -58,14 +61,21 @@ def main(
         raise UserError("a build needs time: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    from drafthead.lab.building.folder import BuildFolder, Choices
-    from drafthead.scripts.stages import Building
-    from drafthead.train.jobs.outputs import full_disk_named, only_writer
+    from drafthead.lab.building.folder import Choices
 
     choices = Choices(
         model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
         family, total, (total >= 10 or None) if compile is None else compile,
     )  # fmt: skip
+    run(choices, output, plan)
+
+
+def run(choices: "Choices", output: Path, plan: bool) -> None:
+    """Build in a folder, or show what would be made."""
+    from drafthead.lab.building.folder import BuildFolder
+    from drafthead.scripts.stages import Building
+    from drafthead.train.jobs.outputs import full_disk_named, only_writer
+
     folder = BuildFolder(output)
     if plan:
         with TemporaryDirectory() as scratch:
