@@ -40,20 +40,18 @@ class Past(Known):
         self.cache.cut(length)
         self.session.cut(length)
 
-    def trim(self) -> None:
-        """Give back the columns that nothing is in."""
-        for cache in leaves([self.cache, self.session]):
-            if isinstance(cache, ColumnCache):
-                cache.trim()
+    @property
+    def caches(self) -> list[ColumnCache]:
+        """The caches of the target and of the drafter."""
+        parts = leaves([self.cache, self.session])
+        return [part for part in parts if isinstance(part, ColumnCache)]
 
     @property
     def bytes(self) -> int:
         """What the tensors take."""
-        parts = [*leaves([self.cache, self.session])]
-        caches = [
-            states for part in parts if isinstance(part, ColumnCache) for states in part.states
-        ]
-        return sum(part.nbytes for part in (*parts, *caches) if isinstance(part, torch.Tensor))
+        states = [each for cache in self.caches for each in cache.states]
+        parts = (*leaves([self.cache, self.session]), *states)
+        return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
     def copied(self, rows: int, length: int) -> "Past":
         """A past of its own for each of `rows` rows: the first `length` positions of this one."""
@@ -61,6 +59,8 @@ class Past(Known):
         places = torch.zeros(rows, dtype=torch.long, device=self.cache.lengths.device)
         copy = Past(chosen(self.cache, places), chosen(self.session, places), self.tokens)
         copy.cut(length)
+        for cache in copy.caches:
+            cache.untrim()
         return copy
 
 
@@ -103,7 +103,8 @@ class Memory:
         `most_bytes`; `state` is as for `add`.
         """
         past.cut(len(past.tokens) - 1)
-        past.trim()
+        for cache in past.caches:
+            cache.trim()
         rest = [
             (old, state)
             for old, state in self.kept

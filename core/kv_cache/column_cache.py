@@ -253,16 +253,25 @@ class ColumnCache:
         self.longest = min(self.longest, length)
 
     def trim(self) -> None:
-        """Give back the columns after the committed ones."""
+        """Give back the columns after the committed ones, until `untrim`.
+
+        The memory of recorded passes goes back too: its sizes are those of caches in use.
+        """
+        if not self.keys or rounded(self.longest + 1, BLOCK) >= self.keys[0].shape[2]:
+            return
+        unused = rounded(self.longest + 1, BLOCK) - self.longest
+        self.keys, self.values = (
+            [pad(states[:, :, : self.longest], (0, 0, 0, unused)) for states in part]
+            for part in (self.keys, self.values)
+        )
+        self.stores = None
+
+    def untrim(self) -> None:
+        """Have as many columns again as a cache in use."""
         if not self.keys:
             return
         capacity = self._capacity(self.longest + 1, len(self.keys[0]))
-        if capacity < self.keys[0].shape[2]:
-            used = [
-                [states[:, :, : self.longest] for states in part]
-                for part in (self.keys, self.values)
-            ]
-            self.keys, self.values = used
+        if capacity > self.keys[0].shape[2]:
             self._enlarge(capacity)
 
     def join_rows(

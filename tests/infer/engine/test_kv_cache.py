@@ -109,6 +109,21 @@ def test_where_memory_allows_it_texts_of_all_lengths_begin_with_one_capacity(
         assert cache.keys[0].shape[2] == capacity
 
 
+@pytest.mark.parametrize("memory", [None, CacheMemory(2**40)], ids=["eager", "recorded"])
+def test_a_trimmed_cache_takes_what_it_needs_and_gets_the_columns_of_others_back(memory) -> None:
+    cache = TreeCache(memory)
+    prompt = keys_of([[0.0, 1, 2]])
+    cache.update(prompt, -prompt, 0)
+    cache.commit_prompt(torch.tensor([3]), 3, room=600)
+    usual = cache.keys[0].shape[2]
+    cache.trim()
+    assert cache.keys[0].shape[2] == cache.values[0].shape[2] == 128 < usual
+    cache.untrim()
+    assert cache.keys[0].shape[2] == (128 if memory is None else usual)
+    assert cache.keys[0][0, 0, :5, 0].tolist() == [0, 1, 2, 0, 0]
+    assert cache.values[0][0, 0, :3, 0].tolist() == [0, -1, -2]
+
+
 def test_a_step_cache_writes_at_the_given_columns() -> None:
     keys, values = torch.zeros(1, 1, 6, 1), torch.zeros(1, 1, 6, 1)
     step = StepCache([keys], [values], torch.tensor([2, 3]), end=4)

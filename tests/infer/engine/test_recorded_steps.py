@@ -18,7 +18,7 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import is_old
 from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import CacheMemory, power_of_two
+from drafthead.core.kv_cache.cache_memory import power_of_two
 from drafthead.core.sampling import NO_TOKEN
 from drafthead.core.target.target import Target
 from drafthead.core.trees.recipe import NO_NODE, TreeRecipe
@@ -160,19 +160,6 @@ def test_a_second_answer_makes_no_recording_and_takes_no_memory(
     first = counted(compiled, rehearsal)
     decoder.generate(random_prompts(3), max_new_tokens=24)
     assert counted(compiled, rehearsal) == first
-
-
-def test_short_texts_of_any_length_share_their_memory(
-    rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its address is part of a recording: another capacity would record all passes again."""
-    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory(24 * 2**30))
-    target = Target(tiny_llama(0, max_position_embeddings=1024, eos_token_id=END, pad_token_id=0))
-    compiled = CompiledTarget(target)
-    decoder = decoder_for(compiled, None, None, compile=False)
-    for length in (3, 300, 40, 700, 500):
-        decoder.generate([list(range(8, 16)) * (length // 8 + 1)], max_new_tokens=4)
-    assert counted(compiled, rehearsal)[1] == 1
 
 
 def test_a_long_mixed_run_makes_few_recordings(
