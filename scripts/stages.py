@@ -348,13 +348,13 @@ class Building:
             return " with ".join(named)
 
         mode = NAMES.get(best["mode"], best["mode"])
-        said = comparison_section(self.raced).headline.replace(mode, spoken(best), 1)
-        said += f", on {limit} prompts"
+        headline = comparison_section(self.raced).headline.replace(mode, spoken(best), 1)
+        headline += f", on {limit} prompts"
         if simpler := [row for row in ours if needs(row) < needs(best)]:
             share = simpler[-1]["speedup_hf"] / best["speedup_hf"]
-            said += f"; {spoken(simpler[-1])} alone has {share:.0%} of that speed"
+            headline += f"; {spoken(simpler[-1])} alone has {share:.0%} of that speed"
         return {
-            "fastest": best["mode"], "headline": said,
+            "fastest": best["mode"], "headline": headline,
             "by_hand": f"drafthead compare{self.options_of(self.drafts)} --prompts "
             f"{quote(str(prompts))} --limit {limit} --rounds 1 --max-new-tokens {tokens} "
             f"--output {quote(str(self.raced))}",
