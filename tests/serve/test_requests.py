@@ -385,8 +385,8 @@ def test_a_prompt_that_is_only_scored_decodes_nothing(client) -> None:
 @pytest.mark.parametrize("key", ["", " "])
 def test_an_empty_key_is_refused(monkeypatch, key) -> None:
     with pytest.raises(UserError, match="API key is empty"):
-        serve.main(model=None, drafting=None, api_key=key)  # type: ignore[arg-type]
+        serve.main(model=None, drafting=None, serving=serve.Serving(), api_key=key)  # type: ignore[arg-type]
     monkeypatch.setenv("DRAFTHEAD_API_KEY", "")
     with pytest.raises(UserError, match="API key is empty"):
-        serve.main(model=None, drafting=None)  # type: ignore[arg-type]
+        serve.main(model=None, drafting=None, serving=serve.Serving())  # type: ignore[arg-type]
     assert serve.is_loopback("127.0.0.1") and not serve.is_loopback("0.0.0.0")
