@@ -206,6 +206,23 @@ def test_every_package_is_listed_for_installation() -> None:
     assert set(setup["packages"]) == expected | {"drafthead", "drafthead.configs"}
 
 
+def test_every_file_that_code_reads_is_installed_with_its_package() -> None:
+    import tomllib
+
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    layers = {path.relative_to(ROOT).parts[0] for path in FILES} | {"configs"}
+    kinds = (".cpp", ".h", ".html", ".json", ".yaml")
+    read = {path for layer in layers for path in (ROOT / layer).rglob("*") if path.suffix in kinds}
+    installed = {
+        path
+        for package, patterns in setup["package-data"].items()
+        for pattern in patterns
+        for path in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
+        if package != "*"
+    }
+    assert read and not read - installed
+
+
 def test_constraints_pin_every_dependency() -> None:
     import tomllib
 

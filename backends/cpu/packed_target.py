@@ -39,7 +39,7 @@ from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.one_width import is_alike
 from drafthead.core.target.target import Target, TargetOutput
 from drafthead.core.target.tree_cache import TreeCache
-from drafthead.core.target.weight_state import state_of
+from drafthead.core.target.weight_state import state_of, users_hooks
 
 # Share by which what a layer adds to its input may differ from the model's own, in bfloat16.
 MOST_DIFFERENT = 0.05
@@ -214,12 +214,7 @@ def obstacle(target: Target) -> str | None:
 
 def has_hooks(model: PreTrainedModel) -> bool:
     """Whether something else reads or changes what the modules of a model compute."""
-    hooks = (
-        hook
-        for part in model.modules()
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-    )
-    return not all(getattr(hook, "is_of_a_pass", False) for hook in hooks)
+    return any(map(users_hooks, model.modules()))
 
 
 @torch.no_grad()

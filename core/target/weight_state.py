@@ -43,14 +43,15 @@ def weight_state(weight: torch.Tensor) -> tuple[Any, ...]:
 
 
 def switches(part: nn.Module) -> list[Any]:
-    """Which module it is, its hooks, the values of its plain attributes and which the others are.
-
-    Hooks of passes come and go, in other threads meanwhile; those that stay are the user's.
-    """
+    """Which module it is, its hooks, values of its plain attributes and which the others are."""
     own = [value for name, value in vars(part).items() if name not in COMMON]
+    return [WeakIdRef(part), *map(value_or_identity, [*own, *users_hooks(part)])]
+
+
+def users_hooks(part: nn.Module) -> list[Any]:
+    """The forward hooks of a module without those of passes, which come and go, in any thread."""
     hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-    users = [hook for hook in hooks if not getattr(hook, "is_of_a_pass", False)]
-    return [WeakIdRef(part), *map(value_or_identity, [*own, *users])]
+    return [hook for hook in hooks if not getattr(hook, "is_of_a_pass", False)]
 
 
 def value_or_identity(thing: Any) -> Any:
