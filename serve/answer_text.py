@@ -48,7 +48,7 @@ class AnswerText(Stop):
         self.begins: list[
             tuple[int, bool]
         ] = []  # of each token's bytes, and whether they are shown
-        self.text = ""
+        self.decoded = ""
         self.places: list[int] = []  # where the text of each token begins
         self.drafted: list[bool] = []  # of each token that was shown
         self.stopped = False
@@ -56,12 +56,12 @@ class AnswerText(Stop):
 
     def __call__(self, token: int) -> FinishReason | None:
         """Why the answer ends with this token; None where it goes on."""
-        before = len(self.text)
+        before = len(self.decoded)
         self.places.append(before)
         if token in self.stop_ids:
-            self.text, self.stopped = self.text + self.growing.rest(), True
+            self.decoded, self.stopped = self.decoded + self.growing.rest(), True
             return "stop_string"
-        self.text += self.growing.add(token)
+        self.decoded += self.growing.add(token)
         if not self.stops:
             return None
         start = max(0, len(self.read) - self.longest)
@@ -70,8 +70,8 @@ class AnswerText(Stop):
         found = [place for stop in self.stops if (place := self.read.find(stop, start)) >= 0]
         if not found:
             return None
-        self.text += self.growing.rest()
-        self.text, self.stopped = self.text[: self._end_of_text(min(found))], True
+        self.decoded += self.growing.rest()
+        self.decoded, self.stopped = self.decoded[: self._end_of_text(min(found))], True
         return "stop_string"
 
     def _end_of_text(self, place: int) -> int:
@@ -82,7 +82,7 @@ class AnswerText(Stop):
                 break
             parts += [bytes(self.read[max(begin, place) : end])] if is_shown else []
             end = begin
-        return max(0, len(self.text) - len(b"".join(reversed(parts)).decode(errors="replace")))
+        return max(0, len(self.decoded) - len(b"".join(reversed(parts)).decode(errors="replace")))
 
     def show(self, drafted: Sequence[bool], ended: bool) -> list[tuple[str, bool]]:
         """The text that can be shown now and was not before, in parts that were drafted or not.
@@ -91,16 +91,16 @@ class AnswerText(Stop):
         """
         self.drafted += drafted
         if ended and not self.stopped:
-            self.text += self.growing.rest()
-        end = len(self.text)
+            self.decoded += self.growing.rest()
+        end = len(self.decoded)
         if not ended:
             waiting = held(bytes(self.read[-self.longest :]), self.stops)
             end = self._end_of_text(len(self.read) - waiting)
         parts: list[tuple[str, bool]] = []
         while self.whole < len(self.drafted):  # tokens that were not shown to their ends
-            ends = [*self.places[self.whole + 1 : self.whole + 2], len(self.text)]
+            ends = [*self.places[self.whole + 1 : self.whole + 2], len(self.decoded)]
             mark, is_drafted = ends[0], self.drafted[self.whole]
-            if part := self.text[self.shown : min(mark, end)]:
+            if part := self.decoded[self.shown : min(mark, end)]:
                 self.shown += len(part)
                 if parts and parts[-1][1] == is_drafted:
                     part = parts.pop()[0] + part
@@ -109,7 +109,7 @@ class AnswerText(Stop):
                 break
             self.whole += 1
         if ended and self.shown < end:
-            parts.append((self.text[self.shown :], False))
+            parts.append((self.decoded[self.shown :], False))
         return parts
 
 
