@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 import typer
 import yaml
+from bandwidth import copy_bandwidth, seconds_of, weight_bytes
 from random_models import SHAPES, random_head, random_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -43,8 +44,6 @@ from drafthead.infer.decoder import decoder_for
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode
 from drafthead.lab.building.folder import RECORD
-from drafthead.lab.profiling.bandwidth import copy_bandwidth, weight_bytes
-from drafthead.lab.profiling.pass_times import seconds_of
 from drafthead.train.data.conversations import read_conversations
 
 LAWS = {

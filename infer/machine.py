@@ -37,6 +37,13 @@ def describe_machine() -> dict[str, str | int]:
     }
 
 
+def free_memory(device: torch.device) -> int:
+    """The bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
 def describe_versions() -> dict[str, str]:
     """Versions of the packages that the speed depends on."""
     names = ("drafthead", "torch", "transformers", "accelerate")

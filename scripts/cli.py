@@ -98,15 +98,11 @@ GROUPS = {
         },
     ),
     "explain": Group(
-        "Where the speed comes from: trace, profile, tree, pays, report.",
+        "Where the speed comes from: trace, tree, pays, report.",
         {
             "trace": Verb(
                 "What was drafted and what became of it: a page, or text.",
                 '--target smollm2 --draft runs/mine/head --prompt "Why is the sky blue?"',
-            ),
-            "profile": Verb(
-                "How the time of a step is spent, and what memory allows.",
-                "--target smollm2 --draft runs/mine/head",
             ),
             "tree": Verb(
                 "What each size of tree costs and gains here; which is chosen.",
@@ -127,7 +123,6 @@ GROUPS = {
 # script beside it is launched by path, and no import statement can name `import.py`.
 OTHER_FILES = {
     "data inspect": "data.inspect_data",
-    "explain profile": "explain.profile_decoding",
     "explain trace": "explain.trace_decoding",
     "head export": "head.export_head",
     "head import": "head.import_head",

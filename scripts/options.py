@@ -251,11 +251,6 @@ class Drafting:
             model.dtype, model.device, compile=compile, same_bits=self.same_bits,
         )  # fmt: skip
 
-    @property
-    def name(self) -> str:
-        """What drafts, in a word or some."""
-        return " + ".join(Path(each).name for each in self.draft or ()) or "none"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:

@@ -13,6 +13,7 @@ import torch
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer import Decoder
+from drafthead.infer.machine import free_memory
 from drafthead.lab.building.budget import AT_ONCE, Speeds, division
 from drafthead.lab.building.folder import BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import (
@@ -26,7 +27,6 @@ from drafthead.lab.building.prompts import (
     write_rows,
 )
 from drafthead.lab.building.view import View
-from drafthead.lab.profiling.bandwidth import free_memory
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill

@@ -1,6 +1,6 @@
 """What a step of decoding takes on a machine, by batch, context and tree: a curve through points.
 
-Points come from `explain tree`, `explain profile` or benchmarks/gpu.py, or are written by hand.
+Points come from `explain tree` or benchmarks/gpu.py, or are written by hand.
 """
 
 import re
@@ -86,8 +86,6 @@ def read_costs(files: Sequence[Path], model: str | None, family: str) -> list[St
                 points += [StepTime(**step) for step in found["steps"]]
             elif "sizes" in found:
                 points += tree_points(found)
-            elif "passes_alone" in found:
-                points += profile_points(found)
             else:
                 of_a_gpu |= dict(flat(found))
         except (TypeError, KeyError, ValueError) as error:
@@ -104,20 +102,6 @@ def tree_points(found: Mapping[str, Any]) -> list[StepTime]:
         StepTime(s["nodes"], 1000 * s["step_seconds"], s["depth"], rows, PROMPT_TOKENS)
         for s in found["sizes"]
     ]
-
-
-def profile_points(found: Mapping[str, Any]) -> list[StepTime]:
-    """Steps of `explain profile --output`: passes alone, and what a plain step has beside one."""
-    alone, batch = found["passes_alone"], int(found["batch"])
-    passes = {each["nodes"]: each["seconds"] for each in alone["verify"]}
-    host = max(0.0, found["ledgers"]["plain"]["step_seconds"] - passes[1])
-    timed = [(nodes, 0, seconds) for nodes, seconds in passes.items()]
-    for each in alone["draft"]:
-        nodes = each["nodes"]
-        verify = float(np.interp(nodes, sorted(passes), [passes[n] for n in sorted(passes)]))
-        timed.append((nodes, each["depth"], verify + each["seconds"]))
-    columns = int(alone["columns"])
-    return [StepTime(n, 1000 * (host + s), depth, batch, columns) for n, depth, s in timed]
 
 
 def flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -139,8 +123,8 @@ def gpu_points(named: Mapping[str, Any], model: str | None, family: str) -> list
         known = sorted(name for name in steps if re.search(r" (as it is|recorded|layers)$", name))
         if not known:
             raise UserError(
-                "no file of --cost holds steps: give what explain tree or explain profile wrote "
-                'with --output, or {"steps": [{"nodes": 1, "ms": 9.9}, ...]}'
+                "no file of --cost holds steps: give what explain tree wrote with --output, or "
+                ' {"steps": [{"nodes": 1, "ms": 9.9}, ...]}'
             )
         raise UserError(f"--model {model or ''} must be one of {', '.join(known)}")
     plain, passes = steps[model], named.get(f"{model} ms", {})

@@ -1,1 +1,1 @@
-"""drafthead.lab.profiling: where the time of a step goes."""
+"""drafthead.lab.profiling: passes alone, and what each size of tree costs."""

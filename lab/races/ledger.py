@@ -1,6 +1,6 @@
 """How the wall-clock time of an average step divides into phases."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from drafthead.core.errors import UserError
 from drafthead.infer.engine.stats import DecodeStats
@@ -28,10 +28,6 @@ class StepLedger:
     tau: float
     tokens_per_second: float
 
-    def share(self, phase: str) -> float:
-        """The phase's part of the step's time."""
-        return self.seconds[phase] / self.step_seconds
-
     def parts(self, plain: "StepLedger") -> StepParts:
         """The step in steps of plain decoding."""
         host = self.seconds["accept"] + self.seconds["commit"] + self.seconds[HOST]
@@ -42,10 +38,6 @@ class StepLedger:
         """tau over the step's phases in plain steps: the speedup, if nothing took time but them."""
         phases = sum(self.seconds[phase] for phase in STEP_PHASES)
         return self.tau * plain.step_seconds / phases
-
-    def as_fields(self) -> dict[str, object]:
-        """The ledger with its shares, for JSON."""
-        return {**asdict(self), "shares": {phase: self.share(phase) for phase in self.seconds}}
 
 
 def ledger_of(stats: DecodeStats) -> StepLedger:

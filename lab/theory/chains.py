@@ -19,7 +19,7 @@ from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.store_lookup import DEPTH, LookupChains
 from drafthead.infer.loaded import NamedDraft, store_lookup
-from drafthead.lab.profiling.pass_times import after_random_text, pass_alone, proposals_alone
+from drafthead.lab.profiling.pass_times import after_random_text, pass_alone, proposal_alone
 from drafthead.lab.speedup_model import MAX_CHAIN
 
 
@@ -94,7 +94,7 @@ def operations_ratio(chains: Chains, length: int) -> float:
     drafter = chains.drafter(length)
     stepper, prompt = after_random_text(chains.target, drafter, 1, length + 1)
     target = operations(pass_alone(stepper, 1))
-    ((_, propose),) = proposals_alone(drafter, [chain_budget(length)], stepper, prompt)
+    propose = proposal_alone(drafter, chain_budget(length), stepper, prompt)
     return operations(propose) / length / target
 
 

@@ -14,8 +14,8 @@ def main(
     cost: Annotated[
         list[Path],
         typer.Option(
-            help="What steps take there: of `explain tree --output`, `explain profile --output`, "
-            "benchmarks/gpu.py, or written by hand. Several are joined.",
+            help="What steps take there: of `explain tree --output`, benchmarks/gpu.py, or "
+            "written by hand. Several are joined.",
         ),
     ],
     model: Annotated[

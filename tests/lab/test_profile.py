@@ -1,37 +1,27 @@
-"""Ledgers add up, bandwidth is plausible, and the plan marks the size that it finds best."""
+"""Ledgers add up, and the plan marks the size that it finds best."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import llama_config
-from transformers import LlamaForCausalLM
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.target import Target
+from drafthead.core.sampling import SamplingConfig
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.engine.step_costs import StepCosts
-from drafthead.lab.profiling import bandwidth
-from drafthead.lab.profiling.bandwidth import (
-    BandwidthBound,
-    bandwidth_bound,
-    copy_bandwidth,
-    weight_bytes,
-)
-from drafthead.lab.profiling.measured import measured_profile
-from drafthead.lab.profiling.pass_times import paid_budgets, time_passes
 from drafthead.lab.profiling.plan_table import plan_rows, reason
+from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.ledger import HOST, ledger_of
-from drafthead.lab.races.race import RaceTerms
+from drafthead.lab.races.race import PLAIN, race
 from drafthead.lab.reports.profiling import plan_report
 
+GREEDY = SamplingConfig()
 PROMPTS = [[9, 10, 11], [20, 21]]
-CPU = torch.device("cpu")
 SMALL, LARGE = Budget(4, 2), Budget(8, 3)
 
 
@@ -42,14 +32,14 @@ def test_a_ledger_divides_an_account_by_its_steps() -> None:
     assert ledger.seconds == {
         "draft": 0.5, "verify": 3.0, "accept": 0.75, "commit": 0.25, HOST: 0.5,
     }  # fmt: skip
-    assert (ledger.step_seconds, ledger.tau, ledger.share("verify")) == (5.0, 2.0, 0.6)
+    assert (ledger.step_seconds, ledger.tau) == (5.0, 2.0)
 
 
-def test_measured_phases_add_up_to_the_step(target, make_drafter, monkeypatch) -> None:
-    monkeypatch.setattr(bandwidth, "BUFFER", 2**22)
+def test_measured_phases_add_up_to_the_step(target, make_drafter) -> None:
     decoder = Decoder(target, make_drafter("medusa:tree", target))
-    terms = RaceTerms(max_new_tokens=16, rounds=2, batch_size=2)
-    ledgers = measured_profile(decoder, "head", PROMPTS, terms).ledgers
+    ways = [Ours(PLAIN, "none", GREEDY, Decoder(target)), Ours("head", "head", GREEDY, decoder)]
+    records = race(ways, [PROMPTS], rounds=2, max_new_tokens=16, seed=0)
+    ledgers = {record.contestant.mode: record.ledger() for record in records}
     for ledger in ledgers.values():
         assert sum(ledger.seconds.values()) == pytest.approx(ledger.step_seconds)
         assert min(ledger.seconds.values()) >= 0
@@ -57,45 +47,9 @@ def test_measured_phases_add_up_to_the_step(target, make_drafter, monkeypatch) -
     assert ledgers["head"].seconds["draft"] > 0 and ledgers["head"].nodes == 10
 
 
-def test_answers_of_one_token_have_no_step(target) -> None:
-    with pytest.raises(UserError, match="no decoding to time"):
-        measured_profile(Decoder(target), "none", PROMPTS, RaceTerms(max_new_tokens=1))
+def test_answers_of_one_token_have_no_step() -> None:
     with pytest.raises(UserError, match="no step"):
         ledger_of(DecodeStats())
-
-
-def test_every_drafter_is_timed_alone(drafter_name, target, make_drafter) -> None:
-    drafter = make_drafter(drafter_name, target)
-    passes = time_passes(target, drafter, batch=2, sizes=(1, 4), rounds=1)
-    assert passes.columns == 256 and list(passes.verify) == [1, 4]
-    assert list(passes.draft) == paid_budgets(drafter)
-    assert min(*passes.verify.values(), *passes.draft.values()) > 0
-
-
-def test_copying_is_as_fast_as_memory_can_be(monkeypatch) -> None:
-    monkeypatch.setattr(bandwidth, "BUFFER", 2**25)
-    assert 1e8 < copy_bandwidth(CPU) < 5e12
-
-
-def test_a_pass_reads_shared_embeddings_whole_and_others_by_row() -> None:
-    size, vocab = 8, 32
-    config = llama_config(
-        vocab_size=vocab, hidden_size=size, num_hidden_layers=1, num_attention_heads=2
-    )
-    layers = 4 * size * size + 3 * size * 16 + 3 * size  # projections, MLP, norms
-    for tied, table in ((True, vocab * size), (False, vocab * size + 5 * size)):
-        config.tie_word_embeddings = tied
-        target = Target(LlamaForCausalLM(config))
-        buffers = sum(buffer.nbytes for buffer in target.model.buffers())
-        assert weight_bytes(target, tokens=5) == 4 * (layers + table) + buffers
-
-
-def test_the_bound_is_the_time_to_move_the_weights(target, monkeypatch) -> None:
-    bound = BandwidthBound(10**9, 2e10, plain_step_seconds=0.1, all_experts_counted=False)
-    assert (bound.seconds, bound.reached) == (0.05, 0.5)
-    monkeypatch.setattr(bandwidth, "copy_bandwidth", lambda device: 1e10)
-    measured = bandwidth_bound(target, 1, 0.01)
-    assert 0 < measured.reached < 1 and not measured.all_experts_counted
 
 
 def plan(plain: float, small: float, large: float) -> AdaptivePlan:

@@ -426,23 +426,6 @@ def test_evaluate_writes_into_heads_of_our_format_only(run, tmp_path) -> None:
         assert status == 2 and f"{head} is none" in error
 
 
-def test_profile_prints_and_writes_where_the_time_goes(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("drafthead.lab.profiling.bandwidth.BUFFER", 2**22)
-    task = ("explain", "profile", *TARGET, "--prompts", "@prompts.jsonl", "--max-new-tokens", "8")
-    output = ("--output", str(tmp_path / "profile"))
-    status, out, _ = run(
-        *task, "--draft", "@head", "--batch-size", "2", *output, "--tree-nodes", "4"
-    )
-    assert status == 0
-    assert all(word in out for word in ("draft", "host", "% of the bandwidth bound", "STREAM"))
-    content = json.loads((tmp_path / "profile" / "profile.json").read_text())
-    assert list(content["ledgers"]) == ["plain", "head"]
-    assert content["bandwidth"]["copy_bytes_per_second"] > 1e8
-    assert [entry["nodes"] for entry in content["passes_alone"]["verify"]][:3] == [1, 2, 4]
-    status, out, _ = run(*task)
-    assert status == 0 and "passes alone" in out
-
-
 def test_plan_tree_keeps_its_times_until_fresh_ones_are_asked_for(
     run, tmp_path, monkeypatch
 ) -> None:
@@ -565,8 +548,6 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
         (("compare", *RACE, "--batch-size", "0"), "--batch-size must be at least 1, got 0"),
         (("compare", *RACE, "--max-new-tokens", "1"), "no decoding to time"),
-        (("explain", "profile", *TARGET, "--batch-size", "0"), "--batch-size must be at least 1"),
-        (("explain", "profile", *TARGET, "--max-new-tokens", "1"), "no decoding to time"),
         (("explain", "tree", *TARGET, "--draft", "@nohead"), "does not exist"),
         (("head", "info", "@nohead"), "does not exist"),
         (("head", "import", "@target", "--output", "unused"), "no draft head of a known format"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bandwidth import weight_bytes
 from tiny import byte_tokenizer
 from torch import nn
 
@@ -13,7 +14,6 @@ from drafthead.core.target.seven_bits import can_be_rounded, round_matrices, rou
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
-from drafthead.lab.profiling.bandwidth import weight_bytes
 from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone
 
 PROMPTS = [[9, 10, 11], [20, 21, 22, 23]]
