@@ -49,7 +49,7 @@ VERBS = {
 }
 GROUPS = {
     "data": Group(
-        "What heads learn from: invent, distill, merge, inspect, index.",
+        "What heads learn from: invent, distill, inspect, index.",
         {
             "invent": Verb(
                 "Prompts without a data set: a chat model writes users' messages.",
@@ -58,9 +58,6 @@ GROUPS = {
             "distill": Verb(
                 "The target's own answers to prompts: what heads are trained on.",
                 "--target smollm2 --prompts prompts.jsonl --output answers.jsonl",
-            ),
-            "merge": Verb(
-                "Join the parts of an answer file that several processes wrote.", "answers.jsonl"
             ),
             "inspect": Verb(
                 "Show conversations; what training supervises is in colour.",

@@ -22,10 +22,8 @@ def some(ids: Sequence[str]) -> str:
     return ", ".join(ids[:NAMED]) + (", ..." if len(ids) > NAMED else "")
 
 
-def print_answers(
-    statistics: AnswerStatistics, title: str, dropped: int, notes: Sequence[str]
-) -> None:
-    """Print how long the answers of a file are and how they ended, and notes below."""
+def answer_rows(statistics: AnswerStatistics, dropped: int) -> list[tuple[str, str]]:
+    """How long the answers of a file are, and how they ended."""
     lengths = statistics.lengths
     rows = [("rows", f"{statistics.rows:,}"), ("answers", f"{len(lengths):,}")]
     if lengths:
@@ -41,7 +39,7 @@ def print_answers(
         rows.append(("rows whose ids were made of a server's text", f"{statistics.from_text:,}"))
     if dropped:
         rows.append(("rows left out, as an answer was cut", f"{dropped:,}"))
-    print_table(Table(title, ("of the file", ""), rows), notes)
+    return rows
 
 
 def print_report(report: DistillReport, path: Path) -> None:
@@ -61,4 +59,5 @@ def print_report(report: DistillReport, path: Path) -> None:
             f"{len(report.shortened):,} conversations lost later turns that did not fit into the "
             f"context, or that the chat template refused: {some(report.shortened)}"
         )
-    print_answers(report.statistics, str(path), report.dropped, notes)
+    rows = answer_rows(report.statistics, report.dropped)
+    print_table(Table(str(path), ("of the file", ""), rows), notes)

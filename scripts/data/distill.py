@@ -74,8 +74,8 @@ class Where:
     shard: Annotated[
         str | None,
         typer.Option(
-            help="Answer one of several parts, into a file of its own: 1/4 to 4/4; then data "
-            "merge.",
+            help="Answer one of several parts, into a file of its own: 1/4 to 4/4. All of them "
+            "are read under the name of --output.",
             metavar="NUMBER/COUNT",
         ),
     ] = None

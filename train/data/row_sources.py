@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pyarrow import parquet
 
 from drafthead.core.errors import UserError, first_line
 from drafthead.train.data.left_out import UnusableRowError
+from drafthead.train.data.shards import shards_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -47,15 +49,16 @@ class Row:
 
 
 def rows_of(source: str) -> Iterator[Row]:
-    """Rows of a file, a folder or a hub data set.
+    """Rows of a file or its shards, of a folder or of a hub data set.
 
     Raises UserError for a source that cannot be read; a row that cannot be is given as such.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         yield from _folder_rows(path)
-    elif path.exists():
-        yield from _file_rows(path)
+    elif files := files_of(path):
+        for file in files:
+            yield from _file_rows(file)
     elif not _may_be_hub(source):
         raise UserError(f"{source} does not exist: check the path")
     else:
@@ -68,15 +71,21 @@ def source_digest(source: str) -> str:
     Raises UserError as `rows_of` does.
     """
     path = Path(source).expanduser()
-    if not path.exists():
+    files = sorted(path.rglob("*")) if path.is_dir() else files_of(path)
+    if not files and not path.exists():
         return HubData.named(source).digest if _may_be_hub(source) else source
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+    for file in files:
         if file.is_file():
             with file.open("rb") as content:
-                digest.update(f"{file.relative_to(path)} ".encode(errors="surrogatepass"))
+                digest.update(f"{os.path.relpath(file, path)} ".encode(errors="surrogatepass"))
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or the shards with rows of one that is not there; none where there are neither."""
+    return [path] if path.exists() else [each for each in shards_of(path) if each.stat().st_size]
 
 
 def _may_be_hub(source: str) -> bool:

@@ -100,6 +100,7 @@ def distill(
             _answer_all(source, dialogues, settings, bar)
             _write(dialogues, window.number, file, common)
             shortened += [d.conversation.id for d in dialogues if d.is_shortened]
+        file.finish()
         return DistillReport(
             already,
             len(file.written.questions) - before,

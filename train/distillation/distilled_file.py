@@ -5,7 +5,7 @@ together. What a killed run left of a batch is dropped, so that the batches of t
 continues, and with them the roundings of every row, are those of a run that was never killed.
 
 Beside the file lies its manifest, a JSON file with the settings. Several processes may each write a
-shard, a file of its own, which `merging` joins.
+shard, a file of its own; `train.data.shards` reads them as one.
 """
 
 import json
@@ -21,12 +21,14 @@ from typing import Any, Self
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import IDS_COLUMN
+from drafthead.train.data.shards import shard_path
 from drafthead.train.jobs.outputs import (
     REMEDY,
     lock_path,
     manifest_path,
     only_writer,
     other_settings,
+    read_manifest,
 )
 
 
@@ -95,27 +97,8 @@ class Shard:
         return window % self.count == self.number - 1
 
     def path(self, output: Path) -> Path:
-        """The shard's own file: `answers.2-of-4.jsonl` of `answers.jsonl`."""
-        return output.with_name(f"{output.stem}.{self.number}-of-{self.count}{output.suffix}")
-
-
-def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
-    """The manifest of an output.
-
-    Raises UserError, with what can be done, if there is none, or none that can be read.
-    """
-    manifest = manifest_path(output)
-    if not manifest.exists():
-        raise UserError(
-            f"{output} exists without {manifest.name}, so its settings are unknown: {remedy}"
-        )
-    try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{manifest} is no valid JSON ({error.msg}): {remedy}") from error
-    if not isinstance(recorded, dict):
-        raise UserError(f"{manifest} is not the manifest of a distillation: {remedy}")
-    return recorded
+        """The shard's own file beside `output`."""
+        return shard_path(output, self.number, self.count)
 
 
 def first_difference(
@@ -150,27 +133,20 @@ class AnswerStatistics:
         self.ended.update(row.get(REASONS_COLUMN, ()))
         self.from_text += row.get(FROM_TEXT_COLUMN, False)
 
-    def include(self, others: "AnswerStatistics") -> None:
-        """Count the rows of another file too."""
-        self.rows += others.rows
-        self.lengths += others.lengths
-        self.ended.update(others.ended)
-        self.from_text += others.from_text
-
 
 @dataclass
 class Written:
     """The rows of complete batches, counted."""
 
     questions: dict[str, str | None] = field(default_factory=dict)  # `question_of` by id
-    batches: dict[int, tuple[int, int]] = field(default_factory=dict)  # where each is, in bytes
+    batches: set[int] = field(default_factory=set)  # their numbers
     dropped: dict[str, str] = field(default_factory=dict)  # ids without a row: cut answers
     statistics: AnswerStatistics = field(default_factory=AnswerStatistics)
     end: int = 0  # of the last complete batch, in bytes
 
     def add(self, number: int, rows: Sequence[Mapping[str, Any]], end: int) -> None:
-        """Count a batch that lies between the end of the one before and `end`."""
-        self.batches[number] = (self.end, end)
+        """Count a batch that ends at the byte `end`."""
+        self.batches.add(number)
         self.end = end
         for row in rows:
             self.questions[row["id"]] = row.get("question")  # None: of an older version
@@ -181,14 +157,13 @@ def read_written(path: Path, manifest: Mapping[str, Any]) -> Written:
     """What the file holds; nothing where there is no file.
 
     A batch that lacks rows counts as complete if others follow it: a user has taken the rows out.
-    Raises UserError for that in a shard, and for what is no row, with its line.
+    Raises UserError for what is no row, with its line.
     """
     written = Written()
     batch: list[dict[str, Any]] = []
     number = before = 0  # of the batch; of the rows read, in bytes
     for row, after in _rows(path):
         if batch and row.get("batch", 0) != number:
-            _refuse_hole(path, manifest, number)
             written.add(number, batch, before)
             batch = []
         number = row.get("batch", 0)
@@ -201,20 +176,11 @@ def read_written(path: Path, manifest: Mapping[str, Any]) -> Written:
     return written
 
 
-def _refuse_hole(path: Path, manifest: Mapping[str, Any], number: int) -> None:
-    """Raise UserError for a shard that has lost rows: what is answered again is another batch."""
-    if manifest.get("shard") is not None:
-        raise UserError(
-            f"{path} has lost rows of its batch {number}, so it cannot be joined with the other "
-            "shards: distil this shard again with --overwrite"
-        )
-
-
 def _read_dropped(written: Written, manifest: Mapping[str, Any]) -> None:
     """Add what was dropped of complete batches, also of those of which no row is left."""
     for number, dropped in manifest.get("dropped", {}).items():
         if int(number) in written.batches or not dropped["rows"]:
-            written.batches.setdefault(int(number), (written.end, written.end))
+            written.batches.add(int(number))
             written.dropped |= dropped["questions"]
 
 
@@ -320,6 +286,8 @@ class DistilledFile:
         Raises UserError as `read_written`.
         """
         self.written = written = read_written(self.path, self.manifest)
+        if self.manifest.pop("complete", False):
+            self._save_manifest()
         if self._begun() and written.end < self.path.stat().st_size:
             logger.info("%s: dropped the rows of a batch that is not complete", self.path)
             with self.path.open("r+b") as file:
@@ -328,6 +296,12 @@ class DistilledFile:
         if incomplete := [number for number in recorded if int(number) not in written.batches]:
             for number in incomplete:
                 del recorded[number]
+            self._save_manifest()
+
+    def finish(self) -> None:
+        """Record that a shard has all rows that are its own."""
+        if self.shard is not None:
+            self.manifest["complete"] = True
             self._save_manifest()
 
     def append(

@@ -1,11 +1,13 @@
 """Outputs of long jobs: one writer at a time, and a full disk is reported in one sentence."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -18,6 +20,25 @@ def manifest_path(output: Path) -> Path:
     """The JSON file beside the output that records the settings."""
     # Not *.json: a folder of outputs can be read as training data.
     return output.with_name(output.name + ".manifest")
+
+
+def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
+    """The manifest of an output.
+
+    Raises UserError, with what can be done, if there is none, or none that can be read.
+    """
+    manifest = manifest_path(output)
+    if not manifest.exists():
+        raise UserError(
+            f"{output} exists without {manifest.name}, so its settings are unknown: {remedy}"
+        )
+    try:
+        recorded = json.loads(manifest.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{manifest} is no valid JSON ({error.msg}): {remedy}") from error
+    if not isinstance(recorded, dict):
+        raise UserError(f"{manifest} is not the manifest of a distillation: {remedy}")
+    return recorded
 
 
 def lock_path(output: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The verbs data distill and data merge, from their options to the files and what is printed."""
+"""The verb data distill, from its options to the files and what is printed."""
 
 import json
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from typer.testing import CliRunner, Result
 
 from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
-from drafthead.scripts.data import distill, merge
+from drafthead.scripts.data import distill
 from drafthead.scripts.data.distill import system_text
 from drafthead.scripts.options import template_values, with_groups
+from drafthead.train.data.conversations import read_conversations
 
 Run = Callable[..., Result]
 
@@ -49,17 +50,13 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_shards_and_merge_write_what_one_process_writes(run: Run, tmp_path: Path) -> None:
+def test_shards_are_read_under_the_name_of_the_output(run: Run, tmp_path: Path) -> None:
     few = ("--batch-size", 1, "--temperature", 1.0, "--samples", 4)  # 20 rows in 3 windows
     run("one.jsonl", *few)
     for shard in ("2/2", "1/2"):
         run("many.jsonl", *few, "--shard", shard)
-    app = Typer()
-    app.command()(merge.main)
-    result = CliRunner().invoke(app, [str(tmp_path / "many.jsonl")])
-    assert result.exit_code == 0
-    assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    assert "2 shards joined; they can be removed" in result.stdout
+    one, many = (read_conversations(str(tmp_path / f"{name}.jsonl")) for name in ("one", "many"))
+    assert {each.id: each.messages for each in one} == {each.id: each.messages for each in many}
 
 
 def test_the_table_shows_lengths_and_ends(run: Run) -> None:

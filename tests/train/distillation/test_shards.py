@@ -1,6 +1,5 @@
-"""Shards: they join to the file of one process, whatever kills them, and nothing else does."""
+"""Shards: all of them are the rows of one process, whatever kills them; others are not read."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,9 @@ from tiny import tiny_llama
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
+from drafthead.train.data.row_sources import rows_of, source_digest
+from drafthead.train.data.shards import shards_of
 from drafthead.train.distillation.distilled_file import DistilledFile, Shard
-from drafthead.train.distillation.merging import merge
 from drafthead.train.jobs.outputs import manifest_path
 
 BATCHES = replace(SETTINGS, batch_size=3)
@@ -36,49 +36,45 @@ def distil_shards(output: Path, count: int) -> list[Path]:
     return [shard.path(output) for shard in shards]
 
 
+def rows_by_id(source: Path) -> dict[str, dict]:
+    """The rows of a source, in any order."""
+    return {row.values["id"]: row.values for row in rows_of(str(source))}
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 9])
-def test_shards_join_to_the_bytes_of_one_process(output: Path, whole: Path, count: int) -> None:
+def test_shards_are_read_as_the_rows_of_one_process(output: Path, whole: Path, count: int) -> None:
     """Nine shards of seven windows: some have nothing to do."""
-    distil_shards(output, count)
-    report = merge(output)
-    assert output.read_bytes() == whole.read_bytes()
-    assert json.loads(manifest_path(output).read_text()) == json.loads(
-        manifest_path(whole).read_text()
-    )
-    assert (report.shards, report.statistics.rows) == (count, 20)
+    paths = distil_shards(output, count)
+    assert not output.exists() and shards_of(output) == paths
+    assert rows_by_id(output) == rows_by_id(whole) and len(rows_by_id(output)) == 20
 
 
-def test_a_joined_file_is_continued_by_one_process(output: Path, whole: Path) -> None:
-    distil_shards(output, 2)
-    merge(output)
-    for path in (output, whole):
-        distilled(RoundedByBatch(), asked(25), path, BATCHES)
-    assert output.read_bytes() == whole.read_bytes()
+def test_the_digest_of_shards_is_that_of_their_rows(output: Path) -> None:
+    first = distil_shards(output, 2)[0]
+    before = source_digest(str(output))
+    assert source_digest(str(output)) == before
+    first.write_bytes(first.read_bytes()[:-2] + b" }")
+    assert source_digest(str(output)) != before
 
 
 @pytest.mark.parametrize("kept", [0, 1, 200, 1500, 2900])
 def test_a_killed_shard_resumes_alone(output: Path, whole: Path, kept: int) -> None:
     second = distil_shards(output, 2)[1]
-    second.write_bytes(second.read_bytes()[:kept])
+    complete = second.read_bytes()
+    second.write_bytes(complete[:kept])
     distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(2, 2))
-    merge(output)
-    assert output.read_bytes() == whole.read_bytes()
+    assert second.read_bytes() == complete
+    assert rows_by_id(output) == rows_by_id(whole)
 
 
-def test_cut_answers_that_were_dropped_are_dropped_in_the_joined_file(
-    output: Path, tmp_path: Path
-) -> None:
+def test_cut_answers_are_dropped_of_shards_too(output: Path, tmp_path: Path) -> None:
     settings = replace(BATCHES, drop_cut=True, max_new_tokens=8)
     one = tmp_path / "one" / "whole.jsonl"
     prompts = asked(9)
     distilled(SomeCut(), prompts, one, settings)
     for number in (1, 2):
         distilled(SomeCut(), prompts, output, settings, shard=Shard(number, 2))
-    assert merge(output).dropped == 5
-    assert output.read_bytes() == one.read_bytes()
-    assert json.loads(manifest_path(output).read_text()) == json.loads(
-        manifest_path(one).read_text()
-    )
+    assert rows_by_id(output) == rows_by_id(one) and len(rows_by_id(one)) == 4
 
 
 class SomeCut(FakeDecoder):
@@ -93,43 +89,43 @@ def test_missing_shards_are_named(output: Path) -> None:
     for path in distil_shards(output, 4)[1::2]:
         path.unlink()
     with pytest.raises(UserError, match="missing: answers.2-of-4.jsonl, answers.4-of-4.jsonl"):
-        merge(output)
-    assert not output.exists()
+        shards_of(output)
 
 
-def test_without_shards_the_sentence_says_how_to_write_one(output: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no shard of .*answers.jsonl.*--shard 1/4"):
-        merge(output)
-    with pytest.raises(UserError, match="there is no shard"):
-        merge(output.parent / "nowhere" / "answers.jsonl")
+def test_without_shards_there_are_none(output: Path) -> None:
+    assert shards_of(output) == [] == shards_of(output.parent / "nowhere" / "answers.jsonl")
+    with pytest.raises(UserError, match=r"answers.jsonl does not exist"):
+        list(rows_of(str(output)))
 
 
 def test_shards_of_two_splits_are_refused(output: Path) -> None:
     distil_shards(output, 2)
     distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(1, 3))
     with pytest.raises(UserError, match="shards of 2 and of 3 parts"):
-        merge(output)
+        shards_of(output)
 
 
-def test_a_shard_that_lacks_rows_is_named(output: Path) -> None:
+def test_a_shard_that_was_killed_is_not_read(output: Path, monkeypatch) -> None:
     second = distil_shards(output, 2)[1]
-    half = second.read_bytes()[:-10]
-    second.write_bytes(half)
-    with pytest.raises(UserError, match=r"answers.2-of-2.jsonl lacks 1 of its 3 batches"):
-        merge(output)
-    assert second.read_bytes() == half
+    second.write_bytes(second.read_bytes()[:-10])
+    monkeypatch.setattr(DistilledFile, "append", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(2, 2))
+    with pytest.raises(UserError, match=r"answers.2-of-2.jsonl is not complete"):
+        shards_of(output)
 
 
-def test_a_hole_in_a_shard_is_named(output: Path) -> None:
+def stopped(*_: object) -> None:
+    """What a signal does."""
+    raise KeyboardInterrupt
+
+
+def test_rows_that_a_user_takes_out_of_a_shard_stay_out(output: Path) -> None:
     first = distil_shards(output, 2)[0]
     lines = first.read_bytes().splitlines(keepends=True)
     first.write_bytes(b"".join(lines[:1] + lines[2:]))
-    for use in (
-        lambda: merge(output),
-        lambda: distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(1, 2)),
-    ):
-        with pytest.raises(UserError, match="answers.1-of-2.jsonl has lost rows of its batch 0"):
-            use()
+    distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(1, 2))
+    assert len(rows_by_id(output)) == 19
 
 
 @pytest.mark.parametrize(
@@ -137,8 +133,8 @@ def test_a_hole_in_a_shard_is_named(output: Path) -> None:
     [
         ({"settings": replace(BATCHES, seed=3)}, "with seed 0, .*2-of-2.jsonl with 3"),
         ({"settings": replace(BATCHES, system="s")}, "with system None, .*2-of-2.jsonl with .s."),
-        ({"prompts": asked(19)}, "1-of-2.jsonl and .*2-of-2.jsonl .* other prompts"),
-        ({"decoder": RoundedByBatch(target=Target(tiny_llama(seed=1)))}, "other weights"),
+        ({"prompts": asked(19)}, "1-of-2.jsonl was written with plan .*digest"),
+        ({"decoder": RoundedByBatch(target=Target(tiny_llama(seed=1)))}, "with weights"),
     ],
 )
 def test_shards_of_other_distillations_are_refused(
@@ -148,7 +144,7 @@ def test_shards_of_other_distillations_are_refused(
     options = {"decoder": RoundedByBatch(), "prompts": asked(20), "settings": BATCHES} | change
     distilled(**options, output=output, overwrite=True, shard=Shard(2, 2))
     with pytest.raises(UserError, match=sentence):
-        merge(output)
+        shards_of(output)
 
 
 def test_a_renamed_shard_is_refused(output: Path) -> None:
@@ -156,30 +152,19 @@ def test_a_renamed_shard_is_refused(output: Path) -> None:
     for path in (manifest_path, Path):
         path(second).write_bytes(path(first).read_bytes())
     with pytest.raises(UserError, match="2-of-2.jsonl was written as shard 1/2, not 2/2"):
-        merge(output)
+        shards_of(output)
 
 
 def test_a_shard_without_its_manifest_is_refused(output: Path) -> None:
     manifest_path(distil_shards(output, 2)[1]).unlink()
     with pytest.raises(UserError, match=r"2-of-2.jsonl exists without .*copy it from where"):
-        merge(output)
+        shards_of(output)
 
 
-def test_a_shard_that_is_being_written_is_not_joined(output: Path) -> None:
-    second = distil_shards(output, 2)[1]
-    with (
-        DistilledFile(second, BATCHES, shard=Shard(2, 2)),
-        pytest.raises(UserError, match="another process is writing .*2-of-2"),
-    ):
-        merge(output)
-
-
-def test_an_output_that_is_there_is_not_overwritten(output: Path) -> None:
+def test_a_file_goes_before_its_shards(output: Path) -> None:
     distil_shards(output, 2)
-    output.write_text("mine\n")
-    with pytest.raises(UserError, match="answers.jsonl exists already: remove it"):
-        merge(output)
-    assert output.read_text() == "mine\n"
+    output.write_text('{"id": "mine"}\n')
+    assert rows_by_id(output).keys() == {"mine"}
 
 
 def test_other_prompts_are_refused_for_a_shard_that_was_begun(output: Path) -> None:
