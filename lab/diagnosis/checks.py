@@ -20,7 +20,7 @@ from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loaded import head_drafter
 from drafthead.lab.diagnosis.examination import Authorship, Examination, Patient
 from drafthead.lab.diagnosis.findings import Finding
-from drafthead.lab.profiling.plan_table import measured_plan
+from drafthead.lab.tree_sizes import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.row_sources import files_of

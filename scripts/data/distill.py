@@ -85,7 +85,7 @@ class Where:
 def main(*, model: options.Model, asked: Asked, answered: Answered, where: Where) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
     from drafthead.core.target.chat_template import check_template_arguments
-    from drafthead.lab.reports.answers import print_report
+    from drafthead.lab.reports.data_set import print_report
     from drafthead.train.data.conversations import read_conversations
     from drafthead.train.data.left_out import LeftOut
     from drafthead.train.distillation.answers import distill

@@ -33,7 +33,7 @@ def main(
     """
     from drafthead.lab.paying.acceptance_trace import AcceptanceTrace
     from drafthead.lab.paying.costs import CostCurve, read_costs
-    from drafthead.lab.reports.paying import paying_report
+    from drafthead.lab.paying.forecast import paying_report
 
     found = AcceptanceTrace.read(trace)
     curve = CostCurve(read_costs(cost, model, found.family))

@@ -33,9 +33,8 @@ def main(
     of the sizes. Decoding needs no such table: it learns these times itself, and its choice follows
     them and the acceptance that it meets. --tree-nodes of the other verbs overrides it.
     """
-    from drafthead.lab.profiling.plan_table import measured_plan
     from drafthead.lab.races.record import describe_run
-    from drafthead.lab.reports.profiling import plan_report
+    from drafthead.lab.tree_sizes import measured_plan, plan_report
 
     decoder = options.Drafting(draft=[draft]).decoder(model, compile)
     plan = measured_plan(decoder, batch, temperature, fresh)

@@ -16,8 +16,15 @@ from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.comparison import ComparisonRow, _interval, divergences, rows_of
 from drafthead.lab.races.contestants import Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence
-from drafthead.lab.races.ledger import StepLedger
-from drafthead.lab.races.race import GENERATE, Answers, Contestant, Record, prepare, race
+from drafthead.lab.races.race import (
+    GENERATE,
+    Answers,
+    Contestant,
+    Record,
+    StepLedger,
+    prepare,
+    race,
+)
 from drafthead.lab.reports.comparison import (
     category_tables,
     comparison_report,

@@ -14,11 +14,9 @@ from drafthead.infer import Decoder
 from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.engine.step_costs import StepCosts
-from drafthead.lab.profiling.plan_table import plan_rows, reason
 from drafthead.lab.races.contestants import Ours
-from drafthead.lab.races.ledger import HOST, ledger_of
-from drafthead.lab.races.race import PLAIN, race
-from drafthead.lab.reports.profiling import plan_report
+from drafthead.lab.races.race import HOST, PLAIN, ledger_of, race
+from drafthead.lab.tree_sizes import plan_report, plan_rows, reason
 
 GREEDY = SamplingConfig()
 PROMPTS = [[9, 10, 11], [20, 21]]

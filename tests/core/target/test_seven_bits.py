@@ -14,7 +14,7 @@ from drafthead.core.target.seven_bits import can_be_rounded, round_matrices, rou
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.lab.exactness.oracle import OracleDecoder
-from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone
+from drafthead.lab.theory.chains import endless, greedy_stepper, pass_alone
 
 PROMPTS = [[9, 10, 11], [20, 21, 22, 23]]
 

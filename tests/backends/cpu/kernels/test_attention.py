@@ -11,7 +11,7 @@ from drafthead.backends.compiled import Compiled, has_kernels
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.lab.profiling.pass_times import endless, greedy_stepper, pass_alone
+from drafthead.lab.theory.chains import endless, greedy_stepper, pass_alone
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
 CAPACITY = 96  # columns of the cache, of which a pass sees a part

@@ -1,1 +1,0 @@
-"""drafthead.lab.profiling: passes alone, and what each size of tree costs."""
