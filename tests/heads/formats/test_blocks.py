@@ -223,40 +223,6 @@ def test_blocks_are_those_of_speculators(case: Case) -> None:
 # What we write
 
 
-@pytest.fixture
-def target8() -> Target:
-    """A target of 8 layers."""
-    torch.manual_seed(0)
-    return Target(LlamaForCausalLM(TARGET))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "complaint"),
-    [
-        ("dflash", {"tap_norm": True}, "head.tap_norm True"),
-        ("dflash", {"root_feature": True}, "head.root_feature True"),
-        ("dflash", {"root_predicts": True}, "head.root_predicts True"),
-        ("dflash", {"correction": "markov"}, "head.correction 'markov'"),
-        ("dflash", {"draft_vocab_size": 40}, "head.draft_vocab_size 40"),
-        ("dflash", {"mask_token": None}, "head.mask_token null"),
-        ("dflash", {"taps": (1, 7)}, r"head.taps \[1, 7\]: for layer 7, the last one"),
-        ("dflash", {"taps": (-1, 3)}, "cannot tap layer -1"),
-        ("dspark", {}, "head.root_predicts False"),
-        ("dspark", {"root_predicts": True, "taps": (7,)}, "after the final norm"),
-        ("speculators", {"taps": (3, 8)}, r"head.taps \[3, 8\]: the state after the final norm"),
-        ("dspark", {"root_predicts": True, "causal": True}, "head.causal True"),
-        ("dspark", {"root_predicts": True, "window": 9}, "head.window 9"),
-        ("dflash-transformers", {"causal": True}, "head.causal True"),
-        ("dflash-transformers", {"window": 9}, "head.window 9"),
-    ],
-)
-def test_what_a_format_cannot_express_is_named(name, options, complaint, target8, tmp_path) -> None:
-    head = random_head("parallel", target8, {**DFLASH, **options})
-    with pytest.raises(UserError, match=complaint):
-        export_head(head, TargetFacts.of(target8), target8, name, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_dspark_needs_the_targets_weights(target8, tmp_path) -> None:
     head = random_head("parallel", target8, DSPARK)
     with pytest.raises(UserError, match="copies of the target's embeddings and output head"):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, VOCAB
 from transformers import LlamaForCausalLM
-from written import TARGET, random_head
+from written import DFLASH, TARGET, random_head
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.logit_finish import Finish
@@ -57,12 +57,36 @@ LLAMA3 = {
         ("eagle", "eagle", {"head_dim": 4}, "head_dim 4"),
         ("hydra", "hydra", {"intermediate_size": 40}, "intermediate_size 40 of the prefix layer"),
         ("drafthead", "eagle", {}, "cannot export to 'drafthead'"),
+        ("eagle3-sglang", "eagle3", {"norm_before_residual": True}, "norm_before_residual True"),
+        ("eagle3-sglang", "eagle3", {"qk_norm": True}, "head.qk_norm True"),
+        ("eagle3-sglang", "eagle3", {"embeddings": "own"}, "head.embeddings 'own'"),
+        ("eagle3-sglang", "eagle3", {"taps": (3,)}, r"SGLang leaves fc out for one tap"),
+        ("eagle3-vllm", "eagle3", {"taps": (1, 3, 7)}, r"head.taps \[1, 3, 7\]: it reads inputs"),
+        ("eagle3-vllm", "eagle3", {"mask_token": 3}, "head.mask_token 3"),
+        ("speculators", "eagle3", {"hidden_size": 48}, "hidden_size 48 on a target of"),
+        ("speculators", "eagle3", {"taps": (1, 3, 8)}, r"head.taps \[1, 3, 8\]"),
+        ("dflash", "parallel", {"tap_norm": True}, "head.tap_norm True"),
+        ("dflash", "parallel", {"root_feature": True}, "head.root_feature True"),
+        ("dflash", "parallel", {"root_predicts": True}, "head.root_predicts True"),
+        ("dflash", "parallel", {"correction": "markov"}, "head.correction 'markov'"),
+        ("dflash", "parallel", {"draft_vocab_size": 40}, "head.draft_vocab_size 40"),
+        ("dflash", "parallel", {"mask_token": None}, "head.mask_token null"),
+        ("dflash", "parallel", {"taps": (1, 7)}, r"head.taps \[1, 7\]: for layer 7"),
+        ("dflash", "parallel", {"taps": (-1, 3)}, "cannot tap layer -1"),
+        ("dspark", "parallel", {}, "head.root_predicts False"),
+        ("dspark", "parallel", {"root_predicts": True, "taps": (7,)}, "after the final norm"),
+        ("speculators", "parallel", {"taps": (3, 8)}, r"head.taps \[3, 8\]"),
+        ("dspark", "parallel", {"root_predicts": True, "causal": True}, "head.causal True"),
+        ("dspark", "parallel", {"root_predicts": True, "window": 9}, "head.window 9"),
+        ("dflash-transformers", "parallel", {"causal": True}, "head.causal True"),
+        ("dflash-transformers", "parallel", {"window": 9}, "head.window 9"),
     ],
 )
 def test_what_a_format_cannot_express_is_named(
     model: Target, tmp_path: Path, name: str, kind: str, options: dict, complaint: str
 ) -> None:
-    head = random_head(kind, model, options)
+    usual = DFLASH if kind == "parallel" else {}
+    head = random_head(kind, model, {**usual, **options})
     with pytest.raises(UserError, match=complaint):
         export_head(head, FACTS, model, name, tmp_path / "out")
     assert not list(tmp_path.iterdir()), "nothing is left behind"
