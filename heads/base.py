@@ -53,7 +53,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def features_needed(self) -> FeatureSpec:
-        """Which hidden states of the target the head reads."""
+        """Return which hidden states of the target the head reads."""
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ ForTraining = Annotated[Value, MARK]
 
 
 def is_for_training(annotation: Any) -> bool:
-    """Whether a field of this type is read by training alone."""
+    """Tell whether a field of this type is read by training alone."""
     return MARK in getattr(annotation, "__metadata__", ())
 
 

@@ -83,7 +83,7 @@ class TrainingPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory suffices."""
+        """Tell whether the memory suffices."""
         return self.needed <= self.room
 
     def verdict(self) -> str:

@@ -76,7 +76,7 @@ def predict_chain(
 
 @dataclass(frozen=True)
 class StepParts:
-    """Where the time of a step goes, in plain steps: a plain step's own parts add up to 1."""
+    """The time of a step by parts, in plain steps: a plain step's own parts add up to 1."""
 
     draft: float
     verify: float  # the pass of the target
@@ -91,7 +91,7 @@ class StepParts:
 def deviation_factors(
     prediction: ChainPrediction, tau: float, step: StepParts, plain: StepParts
 ) -> dict[str, float]:
-    """Why a predicted speedup is not the measured one: factors whose product is their quotient.
+    """Say why a predicted speedup is not the measured one: factors whose product is their quotient.
 
     The formula predicts expected tokens / (1 + K c). A factor above 1 made the prediction too high:
     `tokens` are expected ones / `tau` (acceptance that changes with depth, answers that end inside

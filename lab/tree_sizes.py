@@ -52,7 +52,7 @@ def plan_rows(plan: AdaptivePlan) -> list[PlanRow]:
 
 
 def reason(rows: Sequence[PlanRow]) -> str:
-    """Why the planner chose as it did: against plain decoding, and against the next size."""
+    """Say why the planner chose as it did: against plain decoding, and against the next size."""
     plain, *trees = rows
     place = next(i for i, row in enumerate(rows) if row.chosen)
     if place == 0:
@@ -119,7 +119,7 @@ def never_measured(drafter: Drafter) -> bool:
 
 
 def timing_note(timed: int, batch: int, is_stored: bool, file: Path) -> str:
-    """How the steps were timed, and whether now or before."""
+    """Return how the steps were timed, and whether now or before."""
     rows = f"{timed} row{'s' if timed > 1 else ''}"
     if timed != batch:
         rows += f" (the planner's choice for a batch of {batch})"

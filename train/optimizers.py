@@ -66,7 +66,7 @@ def muon_for(device: torch.device) -> type[torch.optim.Muon]:
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon applies: a matrix that is neither an embedding nor an output projection."""
+    """Tell whether Muon applies: a matrix that is neither an embedding nor an output projection."""
     is_table = any(part in name for part in ("embed", "lm_head", "output"))
     return parameter.ndim == 2 and not is_table
 

@@ -21,7 +21,7 @@ BIAS, NUMBERS = "position_bias", "position_ids"
 
 
 def takes(module: nn.Module, argument: str) -> bool:
-    """Whether a module's `forward` has an argument of this name."""
+    """Tell whether a module's `forward` has an argument of this name."""
     return argument in inspect.signature(type(module).forward).parameters
 
 

@@ -21,7 +21,7 @@ from drafthead.core.target.tree_cache import TreeCache
 
 
 class SourceStates(NamedTuple):
-    """What the cross-attention of one layer reads, under transformers' names."""
+    """The states that cross-attention of one layer reads, under transformers' names."""
 
     keys: torch.Tensor  # [B, H, W, D]
     values: torch.Tensor  # [B, H, W, D]
@@ -95,7 +95,7 @@ class SourceCache(TreeCache):
 
 
 class AnswerColumns(Cache):
-    """What self-attention sees of a `SourceCache`: all columns after the shortest source."""
+    """The columns of a `SourceCache` for self-attention: all after the shortest source."""
 
     def __init__(self, cache: SourceCache):
         super().__init__(layers=[])
@@ -120,7 +120,7 @@ class AnswerColumns(Cache):
 
 
 class SourceColumns(Cache):
-    """What cross-attention sees of a `SourceCache`."""
+    """The columns of a `SourceCache` for cross-attention."""
 
     def __init__(self, cache: SourceCache):
         super().__init__(layers=cache.source_states())  # type: ignore[arg-type]

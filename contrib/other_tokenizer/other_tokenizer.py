@@ -66,7 +66,7 @@ class OtherTokenizer(DraftModel):
             each.refuse_encoder("a draft model with another tokenizer")
 
     def writes(self, budget: Budget, random: Choice) -> bool:
-        """Whether a proposal within the budget is written as text, which follows no draws."""
+        """Tell whether a proposal within the budget is written as text, which follows no draws."""
         is_chain = budget.nodes == budget.depth + 1
         return self.shared is None or (is_chain and random is None)
 
@@ -195,7 +195,7 @@ class OtherTokenizerSession(DraftModelSession):
 
 
 def own_tokens(row: TranslatedRow, count: int) -> int:
-    """How many tokens of the draft model have the text of `count` tokens of the target.
+    """Return how many tokens of the draft model have the text of `count` tokens of the target.
 
     In a row whose 30 tokens were 40 to the draft model, 3 are 4. It depends on this row alone: its
     answer must not depend on the rows beside it.

@@ -122,7 +122,7 @@ class TranslatedRow:
             self._encoded_before = min(self._encoded_before, len(self.text))
 
     def renew(self) -> tuple[int, list[int]]:
-        """How many of the draft's tokens stay, and those to read after them: at least one.
+        """Return how many of the draft's tokens stay, and those to read after them: at least one.
 
         If ``walk`` and then ``ing`` were committed, and the draft has a token ``walking``, the
         token for ``walk`` does not stay. From here on the new ones count as read.

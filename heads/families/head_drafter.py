@@ -73,7 +73,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     @property
     def read_by_graphs(self) -> tuple[object, ...]:
-        """What compiled drafting reads beside its arguments, see `Backend`."""
+        """Return what compiled drafting reads beside its arguments, see `Backend`."""
         return self.head, self.target.model, *frequencies_in(self.head)
 
     def visible_to(

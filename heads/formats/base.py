@@ -32,7 +32,7 @@ DEPTH = "drafthead_depth"
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What is known of a head's target; None for what is not known."""
+    """The known facts of a head's target; None for what is not known."""
 
     name: str | None = None
     hidden_size: int | None = None
@@ -162,7 +162,7 @@ class Format(ABC):
 
     @abstractmethod
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint has this format, judged by its content and not by its name."""
+        """Tell whether a checkpoint has this format, judged by its content and not by its name."""
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:

@@ -205,7 +205,7 @@ def read_block(
 
 
 def window_of(file: Path, shape: LayerKeys, keys: BlockKeys, num_layers: int) -> tuple[bool, int]:
-    """Whether all layers are called sliding, and the window of all layers, 0 for none.
+    """Tell whether all layers are called sliding, and the window of all layers, 0 for none.
 
     In layers called sliding, slots see the slots before them only, unless a key says otherwise; in
     those that `use_swa` makes slide they see all of their block (vLLM, SGLang). Raises UserError
@@ -332,7 +332,7 @@ def correction_keys(config: ParallelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the slots of a block see: those before them or all, by a window if it is not 0."""
+    """The sight of the slots of a block: those before them or all, by a window if it is not 0."""
 
     causal: bool = False
     window: int = 0

@@ -116,7 +116,7 @@ class Checkpoint:
 
     @property
     def config_file(self) -> Path:
-        """Where the configuration is, if there is one."""
+        """Return where the configuration is, if there is one."""
         return self.weights.parent / CONFIG_FILE
 
     def keys(self, declared: type[KeysType], *place: str) -> KeysType:
@@ -159,7 +159,7 @@ class Checkpoint:
         return self.file.load(name)
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal; none is copied."""
+        """Tell whether two tensors are equal; none is copied."""
         if self._stored(name) != self._stored(other):
             return False
         return torch.equal(self.file.mapped(name), self.file.mapped(other))

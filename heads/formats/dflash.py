@@ -67,7 +67,7 @@ class OtherCount(Keys):
 
 
 def num_layers_of_target(checkpoint: Checkpoint, keys: IdKeys, target: TargetFacts) -> int:
-    """How many layers the target has, by the file or else by `target`.
+    """Return how many layers the target has, by the file or else by `target`.
 
     Raises UserError when neither knows.
     """

@@ -48,7 +48,7 @@ TAP_CONVENTION = "output of layer"  # see heads.target.FeatureSpec
 
 
 class TargetKeys(Keys):
-    """What is known of the target."""
+    """The keys that describe the target."""
 
     name: str | None = None
     hidden_size: Size | None = None
@@ -125,7 +125,7 @@ class DraftheadFormat(Format):
 
 
 def read_acceptance(checkpoint: Checkpoint) -> dict[TreePath, int] | None:
-    """How often each path of guesses was right; None if it was never measured."""
+    """Return how often each path of guesses was right; None if it was never measured."""
     file = checkpoint.weights.parent / ACCEPTANCE_FILE
     if not file.exists() and not file.is_symlink():
         return None
@@ -260,6 +260,6 @@ def write_acceptance(folder: Path, path_counts: Mapping[TreePath, int]) -> None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether a path is a folder on this machine that holds a head of our format."""
+    """Tell whether a path is a folder on this machine that holds a head of our format."""
     config = path / CONFIG_FILE
     return config.is_file() and "drafthead_format" in read_json(config)

@@ -135,7 +135,7 @@ class Eagle(WritableFormat):
 
 
 def place_of_draft(checkpoint: Checkpoint) -> Place:
-    """Where the draft's configuration is, which older vLLM nests in another one.
+    """Return where the draft's configuration is, which older vLLM nests in another one.
 
     Raises UserError for a draft of fewer tokens, as only vLLM has it.
     """

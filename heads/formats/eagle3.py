@@ -77,7 +77,7 @@ TAKEN_FOR_INPUTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 
 class FlagKeys(Keys):
-    """What differs from a Llama, in whatever layout."""
+    """The keys that tell an EAGLE-3 layer from a Llama's, in whatever layout."""
 
     eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
     norm_before_residual: bool = False
@@ -87,7 +87,7 @@ class FlagKeys(Keys):
 
 
 class EagleConfigKeys(Keys):
-    """What may be nested under `eagle_config`."""
+    """The keys that may be nested under `eagle_config`."""
 
     neutral: ClassVar[Reasons] = {"shown by the tensors": "parallel_draft_heads_num_layers"}
     eagle_aux_hidden_state_layer_ids: LayerIds = Field(default=[])
@@ -227,7 +227,7 @@ def count_layers(keys: LayerKeys, first_layer: str, num_layers: int) -> tuple[st
 
 
 def tap_norm_of(names: Container[str]) -> Literal["none", "each", "joint"]:
-    """Which norms of EAGLE-3.1 come before the projection."""
+    """Return which norms of EAGLE-3.1 come before the projection."""
     if "fc_norm.0.weight" in names:
         return "each"
     return "joint" if "input_norm.weight" in names else "none"
@@ -308,7 +308,7 @@ class Eagle3Files(WritableFormat):
         )
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
-        """Whether readers use embeddings from the file although the target's would fit."""
+        """Tell whether readers use embeddings from the file although the target's would fit."""
         return False
 
     def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:

@@ -143,7 +143,7 @@ def log_probs_by_token(tree: TokenTree, vocab_size: int) -> torch.Tensor:
 
 
 def difference_of(logits: torch.Tensor, tree: TokenTree) -> float:
-    """How far logits [K, V] are from those the chain was drawn from, on its support.
+    """Return how far logits [K, V] are from those the chain was drawn from, on its support.
 
     The largest difference of log-probabilities, relative to their spread; near 1 when other tokens
     are the most probable.

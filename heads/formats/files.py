@@ -162,7 +162,7 @@ class TensorFile:
         raise NotImplementedError
 
     def name_in_file(self, name: str) -> str:
-        """What the file itself calls a tensor."""
+        """Return what the file itself calls a tensor."""
         return name
 
     def load(self, name: str) -> torch.Tensor:
@@ -309,7 +309,7 @@ def open_tensors(path: Path) -> TensorFile:
 
 
 def reason_of(error: Exception) -> str:
-    """Why torch does not load a pickle, on one line.
+    """Say why torch does not load a pickle, on one line.
 
     Its first line may advise to load the pickle with its code; the reason comes later.
     """

@@ -218,7 +218,7 @@ def config_of(checkpoint: Checkpoint, keys: HydraKeys) -> HydraConfig:
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """How many numbers match the group of the pattern."""
+    """Return how many numbers match the group of the pattern."""
     # At least 1: if there is none, the error names the missing tensor of the first.
     return len({m[1] for name in names if (m := re.fullmatch(pattern, name))}) or 1
 

@@ -123,7 +123,7 @@ class ModelKeys(Keys):
 
 
 class Account:
-    """What became of each key of a configuration.
+    """The account of a configuration: what became of each of its keys.
 
     Several classes may read one object; what none of them knows is refused.
     """

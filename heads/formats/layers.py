@@ -137,7 +137,7 @@ def kinds_of_layers(keys: LayerKeys, num_layers: int) -> set[str]:
 
 
 def window_hides(keys: LayerKeys, window: int) -> bool:
-    """Whether a window hides anything; one as long as the context does not."""
+    """Tell whether a window hides anything; one as long as the context does not."""
     return not 0 < keys.max_position_embeddings <= window
 
 

@@ -46,7 +46,7 @@ def recognised(path: Path) -> tuple[Format, Checkpoint]:
 
 
 def is_language_model(checkpoint: Checkpoint) -> bool:
-    """Whether a configuration names a class of transformers that predicts tokens."""
+    """Tell whether a configuration names a class of transformers that predicts tokens."""
     named = checkpoint.config.get("architectures")
     return isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
 
@@ -173,12 +173,12 @@ def own_weight(target: Target, name: str) -> torch.Tensor:
 
 
 def equal(weight: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a copy [V, D] equals a weight [V, D], perhaps in a type that loses nothing."""
+    """Tell whether a copy [V, D] equals a weight [V, D], perhaps in a type that loses nothing."""
     return torch.equal(copy.to(weight.dtype), weight) and torch.equal(weight.to(copy.dtype), copy)
 
 
 def difference(weight: torch.Tensor, copy: torch.Tensor) -> float:
-    """How far a copy [V, D] is from a weight [V, D], relative to its norm."""
+    """Return how far a copy [V, D] is from a weight [V, D], relative to its norm."""
     if weight.shape != copy.shape:
         return float("inf")
     return float((weight.float() - copy.float()).norm() / weight.float().norm())

@@ -169,7 +169,7 @@ def number_of_steps(checkpoint: Checkpoint, keys: MlpKeys) -> int:
 
 
 def own_steps(config: MlpSpeculatorConfig, part: str) -> int:
-    """How many different modules of a part there are."""
+    """Return how many different modules of a part there are."""
     if not config.tie_weights:
         return config.num_heads
     # The first tied projection is separate: the width of its input is the target's.

@@ -39,7 +39,7 @@ QUANTISED = re.compile(r".*[._](scales?|scale_inv|qweight|qzeros|absmax)")
 
 
 class Layout(NamedTuple):
-    """How models name the tensors of their first MTP layer."""
+    """A layout: how models name the tensors of their first MTP layer."""
 
     place: str  # what comes before all names of the layer, as a regular expression
     names: dict[str, str]  # how names then begin, and how ours do; that of `fc` is the first

@@ -70,7 +70,7 @@ class Verifier(Keys):
 
 
 class SpeculatorsConfig(Keys):
-    """How the head is used."""
+    """The keys that say how the head is used."""
 
     neutral: ClassVar[Reasons] = {
         "repeats speculators_model_type": "algorithm",
@@ -98,13 +98,13 @@ class SpeculatorsKeys(Keys):
 
 
 class SpeculatorsEagleKeys(Keys):
-    """What EAGLE-3 and P-EAGLE have beside EAGLE-3's own keys."""
+    """The keys of EAGLE-3 and P-EAGLE beside EAGLE-3's own."""
 
     embed_requires_grad: bool | None = None
 
 
 class SpeculatorsBlockKeys(Keys):
-    """What DFlash and DSpark have beside DFlash's own keys."""
+    """The keys of DFlash and DSpark beside DFlash's own."""
 
     aux_hidden_state_layer_ids: LayerIds = Field(default=[])
     # Whether slots of sliding layers see all of their block; those of others always do. (But vLLM

@@ -73,7 +73,7 @@ def card(repository: str, foreign: Foreign) -> str:
 
 
 def front_matter(target: str | None) -> str:
-    """What the hub reads of a card. A target in a local folder is no model that it knows."""
+    """Return what the hub reads of a card. A target in a local folder is no model that it knows."""
     named = target or ""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", named) and not Path(named).exists()
     base = [f"base_model: {named}"] if is_hub_id else []

@@ -13,12 +13,12 @@ class Following(Protocol):
 
     @property
     def weight(self) -> float:
-        """How much speaks for it; never more than for its parent."""
+        """Return how much speaks for it; never more than for its parent."""
         ...
 
     @property
     def children(self) -> Mapping[int, "Following"]:
-        """What may follow, by token."""
+        """Return what may follow, by token."""
         ...
 
 

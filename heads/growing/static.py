@@ -133,7 +133,7 @@ class StaticTrees:
         return tuple(accepted)
 
     def _shares(self, shape: TreeShape) -> list[float]:
-        """How often the path of each node below the root was right."""
+        """Return how often the path of each node below the root was right."""
         counts = self.path_counts or {}
         if everywhere := counts.get((), 0):
             return [counts.get(path, 0) / everywhere for path in shape.paths]

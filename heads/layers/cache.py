@@ -34,7 +34,7 @@ class DraftCache(ColumnCache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been committed."""
+        """Tell whether nothing has been committed."""
         return self.longest == 0
 
     def settle(self) -> None:

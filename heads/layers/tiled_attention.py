@@ -108,7 +108,7 @@ def has_mask(
     *_: Any,
     **__: Any,
 ) -> bool:
-    """Whether attention is under a mask."""
+    """Tell whether attention is under a mask."""
     return attn_mask is not None
 
 
@@ -173,7 +173,7 @@ class TiledAttention(Substituting):
         *_: Any,
         **__: Any,
     ) -> bool:
-        """Whether there is a mask of each row that is large enough, and nothing is random."""
+        """Tell whether there is a mask of each row that is large enough, and nothing is random."""
         rows = queries.shape[0]
         return (
             attn_mask is not None

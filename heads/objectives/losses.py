@@ -145,7 +145,7 @@ def dpace_weights(confidence: torch.Tensor, valid: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def ranks_of(logits: torch.Tensor, labels: torch.Tensor, most: int) -> torch.Tensor:
-    """How many tokens have a larger logit than the label, at most `most`, [A].
+    """Return how many tokens have a larger logit than the label, at most `most`, [A].
 
     Logits (1, 3, 2) rank the labels 0, 1, 2 as 2, 0, 1.
     """

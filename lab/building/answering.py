@@ -196,7 +196,7 @@ class Answering:
         }  # fmt: skip
 
     def _have_prompts(self, number: int, seconds: float) -> int:
-        """How many prompts there are to learn from, after so many were asked for.
+        """Return how many prompts there are to learn from, after so many were asked for.
 
         Invented ones come with others about the texts that the target has written until then.
         """

@@ -57,7 +57,7 @@ def division(seconds: float, speeds: Speeds, answered: float = 0.0) -> Division:
 
 
 def measuring_seconds(minutes: float) -> float:
-    """What evaluation, race and report get of the time."""
+    """Return what evaluation, race and report get of the time."""
     return float(np.clip(60 * minutes * MEASURING, LEAST_MEASURING, MOST_MEASURING))
 
 

@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user chose; it decides everything else, with the speed of the machine."""
+    """The user's choices; they decide everything else, with the speed of the machine."""
 
     target: str
     dtype: str
@@ -44,7 +44,7 @@ class Choices:
 
     @property
     def compile_option(self) -> str:
-        """Whether passes are compiled, as other verbs have it."""
+        """Tell whether passes are compiled, as other verbs have it."""
         return {None: "", True: " --compile", False: " --no-compile"}[self.compile]
 
 
@@ -73,7 +73,7 @@ TOUCHED = {"minutes": "plan", "family": "plan", "compile": "race"}
 
 
 class BuildFolder:
-    """What a folder holds of a build."""
+    """The folder of a build."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -127,12 +127,12 @@ class BuildFolder:
         return int(self.kept[name])
 
     def fact(self, stage: str, name: str) -> Any:
-        """What a stage that is done has found; None where it has not."""
+        """Return what a stage that is done has found; None where it has not."""
         return self.stages.get(stage, {}).get(name)
 
     @property
     def seconds(self) -> float:
-        """What the stages that are done took."""
+        """Return what the stages that are done took."""
         return sum(facts["seconds"] for facts in self.stages.values())
 
     def _save(self) -> None:

@@ -31,7 +31,7 @@ class PromptFiles:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How many prompts are held out to measure on, and for the race."""
+    """Numbers of prompts that are held out to measure on, and for the race."""
 
     measured: int
     raced: int

@@ -31,7 +31,7 @@ class Captured(io.TextIOBase):
         self.file, self.on_bar, self.terminal, self.piece = file, on_bar, terminal, ""
 
     def isatty(self) -> bool:
-        """Whether bars are drawn often."""
+        """Tell whether bars are drawn often."""
         return self.terminal
 
     def write(self, text: str) -> int:

@@ -44,7 +44,7 @@ class Patient:
 
 @dataclass(frozen=True)
 class Authorship:
-    """How a target sees the tokens of answers. Shares of 1 are of its own greedy answers."""
+    """A target's view of the tokens of answers. Shares of 1 are of its own greedy answers."""
 
     tokens: int
     first: float  # share of the tokens that it finds most probable
@@ -53,7 +53,7 @@ class Authorship:
 
 @dataclass(frozen=True)
 class Examination:
-    """What the checks look at."""
+    """Everything that the checks look at."""
 
     patient: Patient
     evaluation: Evaluation
@@ -144,7 +144,7 @@ class Ranked(NamedTuple):
 def ranked_answers(
     head: DraftHead, target: Target, tables: dict[str, TokenTable]
 ) -> dict[str, Ranked]:
-    """What a head guesses along the answers of each source."""
+    """Return what a head guesses along the answers of each source."""
     accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")
     module = LossModule(head, target, "no")  # in the number type that decoding has
     found: dict[str, Ranked] = {}

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has seen, and what to do if it is a fault; else `remedy` is None."""
+    """A finding of a check, and what to do if it is a fault; else `remedy` is None."""
 
     evidence: str
     remedy: str | None = None
 
     @property
     def is_fault(self) -> bool:
-        """Whether there is something to do."""
+        """Tell whether there is something to do."""
         return self.remedy is not None
 
 

@@ -85,7 +85,7 @@ class SampledPair:
 
 @dataclass(frozen=True)
 class Start:
-    """How the first tokens of sampled answers to one prompt fit the target's law."""
+    """The fit of the first tokens of sampled answers to one prompt to the target's law."""
 
     fit: Fit
     largest_logit: float
@@ -178,7 +178,7 @@ def greedy_differences(
     max_new_tokens: int,
     verifier: str = "auto",
 ) -> list[Divergence]:
-    """Where greedy answers under a rule differ from those of plain decoding.
+    """Return where greedy answers under a rule differ from those of plain decoding.
 
     That is plain decoding with the decoder's own target where its passes have the `same_bits`, and
     with `reference` elsewhere.
@@ -205,7 +205,7 @@ def oracle_for(decoder: Decoder, reference: Target) -> OracleDecoder:
 def drawn_differences(
     pair: SampledPair, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
 ) -> list[Divergence]:
-    """Where answers drawn under `match` differ from plain decoding's for the same seed."""
+    """Return where answers drawn under `match` differ from plain decoding's for the same seed."""
     plain, differences = oracle_for(pair.decoder, pair.reference), []
     for number, prompt in enumerate(tqdm(prompts, desc="drawn answers", unit="answer")):
         expected, answer = (
@@ -219,13 +219,13 @@ def drawn_differences(
 
 
 def is_near_tie(difference: Divergence, dtype: torch.dtype) -> bool:
-    """Whether rounding explains the difference: see TIE_STEPS."""
+    """Tell whether rounding explains the difference: see TIE_STEPS."""
     return difference.token_gap <= TIE_STEPS[dtype] * difference.rounding_step
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured of a pair of `dtype`; the statistical parts are empty at temperature 0.
+    """All measurements of a pair of `dtype`; the statistical parts are empty at temperature 0.
 
     `false_alarm` is the chance that exact decoding is called inexact. Each statistical part gets a
     third of it; near ties aside, the greedy part does not err. Where the decoder's passes have the
@@ -282,13 +282,13 @@ class Evidence:
         return sentences
 
     def is_excused(self, difference: Divergence) -> bool:
-        """Whether rounding explains that a greedy answer differs."""
+        """Tell whether rounding explains that a greedy answer differs."""
         return not self.same_bits and is_near_tie(difference, self.dtype)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is sampled; raises UserError for numbers that test nothing."""
+    """The numbers of samples; raises UserError for numbers that test nothing."""
 
     samples: int  # of the first tokens, per prompt
     answers: int  # whole ones, per prompt

@@ -90,7 +90,7 @@ def random_drafts(generator: torch.Generator) -> Laws:
 
 
 def sample_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStream) -> torch.Tensor:
-    """Which of the VOCAB^LENGTH texts each row generates, [B]: its tokens are the digits.
+    """Return which of the VOCAB^LENGTH texts each row generates, [B]: its tokens are the digits.
 
     With VOCAB 5 the text (1, 0, 2) is 1 * 25 + 0 * 5 + 2 = 27. Children are chosen as while
     decoding with this rule.

@@ -86,7 +86,7 @@ class TargetLaw:
         return text
 
     def is_impossible(self, answer: Sequence[int]) -> bool:
-        """Whether the answer holds a token of probability 0, as far as it is followed."""
+        """Tell whether the answer holds a token of probability 0, as far as it is followed."""
         return any(
             float(self.next_token[text][token]) == 0
             for place, token in enumerate(answer[:LENGTH])

@@ -36,7 +36,7 @@ class TracedAnswer:
 
 @dataclass(frozen=True)
 class AcceptanceTrace:
-    """What a head accepts, without hardware."""
+    """The acceptance of a head, without hardware."""
 
     target: str
     head: str
@@ -93,7 +93,7 @@ def answers_of(source: Ranked, sizes: Sequence[tuple[int, int]]) -> Iterator[Tra
     numbers = range(len(rows))
 
     def run(number: int) -> Any:
-        """What all anchors of one answer share."""
+        """Return what all anchors of one answer share."""
         return ranked.conversations[number], ranked.anchors[number] - number
 
     for ((row, segment), _), places in groupby(numbers, run):

@@ -57,7 +57,7 @@ class CostCurve:
         self.shares, _ = nnls(parts / ms[:, None], np.ones(len(ms)))
 
     def _parts(self, batch: int, columns: int, nodes: int, depth: int) -> list[float]:
-        """What a step has of each share."""
+        """Return what a step has of each share."""
         starts, widths = self.knots[:-1], np.diff(self.knots)
         climbed = np.clip((batch * nodes - starts) / widths, 0, 1)
         cached = batch * columns / 1e4
@@ -68,7 +68,7 @@ class CostCurve:
         return float(np.dot(self._parts(batch, columns, nodes, depth), self.shares))
 
     def covers(self, batch: int, nodes: int) -> bool:
-        """Whether steps of so many tokens were measured."""
+        """Tell whether steps of so many tokens were measured."""
         return batch * nodes <= self.knots[-1]
 
 
@@ -105,7 +105,7 @@ def tree_points(found: Mapping[str, Any]) -> list[StepTime]:
 
 
 def flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What benchmarks/gpu.py measured, by name; a later phase goes before an earlier one."""
+    """Return what benchmarks/gpu.py measured, by name; a later phase goes before an earlier one."""
     for name, value in found.items():
         yield name, value
         if isinstance(value, Mapping) and name not in ACCOUNTS:

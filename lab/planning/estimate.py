@@ -174,7 +174,7 @@ def less_memory(setup: Setup) -> list[str]:
 
 
 def disk_use(setup: Setup) -> DiskUse:
-    """What the run will write."""
+    """Return what the run will write."""
     weights = list(setup.head.state_dict().values())
     average = bytes_of(weights) if setup.config.train.ema is not None else 0
     dtype = torch.bfloat16 if isinstance(setup.head, Student) else setup.target.dtype
@@ -184,7 +184,7 @@ def disk_use(setup: Setup) -> DiskUse:
 
 
 def kept_features(setup: Setup) -> tuple[int, int]:
-    """How many rows' features are kept, and their bytes."""
+    """Return how many rows' features are kept, and their bytes."""
     data, target, spec = setup.config.data, setup.target, setup.head.features_needed
     if data.feature_folder is None or setup.rows is None:
         return 0, 0

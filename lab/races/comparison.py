@@ -22,7 +22,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class CategoryFigures:
-    """How one contestant did on the prompts of one category; `speedup` is over plain decoding.
+    """The figures of one contestant in one category; `speedup` is over plain decoding.
 
     None is what cannot be told, where answers end with their first token.
     """
@@ -169,7 +169,7 @@ def _counts(stats: DecodeStats) -> dict[int, int]:
 def divergences(
     records: Sequence[Record], prompts: Sequence[list[int]], target: Target
 ) -> list[Divergence]:
-    """Where greedy answers of the first round to prompts differ from plain decoding's."""
+    """Return where greedy answers of the first round to prompts differ from plain decoding's."""
     plain = next(record for record in records if record.contestant.mode == PLAIN)
     return [
         divergence(record.contestant.mode, index, prompts[index], expected, sequence, target)

@@ -24,7 +24,7 @@ class Ours(Contestant):
 
     @property
     def options(self) -> DecodeOptions:
-        """What all answers are decoded with."""
+        """Return what all answers are decoded with."""
         return {
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,

@@ -12,7 +12,7 @@ NO_TOKEN = -1  # where one answer has ended and the other goes on
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a lossless greedy answer first differs from plain decoding's.
+    """The place where a lossless greedy answer first differs from plain decoding's.
 
     `top2_gap` is the difference of the target's two largest logits there: near zero means a tie
     that rounding decided, anything else is an error. `token_gap` is by how much the logit of

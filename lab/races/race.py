@@ -100,7 +100,7 @@ class Contestant(ABC):
     verifier: str = field(default="auto", kw_only=True)
 
     def prepare(self, batch_size: int) -> None:  # noqa: B027  (nothing is a good default)
-        """What must not happen while answers to so many prompts at a time are timed."""
+        """Do what must not happen while answers to so many prompts at a time are timed."""
 
     @abstractmethod
     def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
@@ -109,7 +109,7 @@ class Contestant(ABC):
 
 @dataclass(frozen=True)
 class RaceTerms:
-    """What everybody decodes, and how often."""
+    """The terms of a race: what everybody decodes, and how often."""
 
     temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
     max_new_tokens: int = 128

@@ -42,7 +42,7 @@ GREEDY = SamplingConfig()
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How much is drafted, by all, and whether passes are compiled."""
+    """How much is drafted, by all, and whether passes are compiled: the options of drafters."""
 
     draft_tokens: int  # most tokens of a draft model, own layers and lookup
     tree_nodes: int | None  # the root included; None: planned by cost

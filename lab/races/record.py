@@ -33,7 +33,7 @@ ROW = 1024  # tokens of given answers; longer conversations are cut
 
 
 def describe_run(name: str, target: Target) -> dict[str, object]:
-    """What a reader needs to judge the numbers, or to measure again."""
+    """Return what a reader needs to judge the numbers, or to measure again."""
     return {
         "command": shlex.join(["drafthead", *sys.argv[1:]]),
         "machine": describe_machine(),

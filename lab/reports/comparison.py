@@ -52,7 +52,7 @@ def with_range(row: ComparisonRow) -> str:
 
 
 def noise_notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """How far off the speeds are, by those who drafted nothing: they are plain decoding."""
+    """Return how far off the speeds are, by those who drafted nothing: they are plain decoding."""
     return [
         f"{row.mode} drafted nothing at temperature {row.temperature:g} and has {row.speedup:.2f} "
         "times the speed of plain decoding, which it is: the figures of this race are that far off"
@@ -129,7 +129,7 @@ def comparison_report(
 
 
 def draw(rows: Sequence[ComparisonRow], title: str) -> Figure:
-    """How many times as fast as `model.generate` each way is; one panel per temperature."""
+    """Return how many times as fast as `model.generate` each way is; one panel per temperature."""
     temperatures = sorted({row.temperature for row in rows})
     height = len(temperatures) + 0.35 * len(rows) + 0.8
     figure, axes = plt.subplots(len(temperatures), 1, figsize=(9, height), squeeze=False)

@@ -166,7 +166,7 @@ def some(ids: Sequence[str]) -> str:
 
 
 def answer_rows(statistics: AnswerStatistics, dropped: int) -> list[tuple[str, str]]:
-    """How long the answers of a file are, and how they ended."""
+    """Return how long the answers of a file are, and how they ended."""
     lengths = statistics.lengths
     rows = [("rows", f"{statistics.rows:,}"), ("answers", f"{len(lengths):,}")]
     if lengths:

@@ -75,7 +75,7 @@ def notes_on(evidence: Evidence, sampling: SamplingConfig, answers: int) -> list
 
 
 def sampling_notes(evidence: Evidence, later: LaterTokens, sampling: SamplingConfig) -> list[str]:
-    """How far off the rule is, how much was accepted, and what rounding may hide."""
+    """Return how far off the rule is, how much was accepted, and what rounding may hide."""
     worst = max(evidence.rule, key=lambda each: each.largest_deviation / each.standard_error)
     notes = [
         f"tables: the largest error of a probability is {worst.largest_deviation:.6f} "
@@ -95,13 +95,13 @@ def sampling_notes(evidence: Evidence, later: LaterTokens, sampling: SamplingCon
 
 
 def drawn_note(drawn: Sequence[Divergence], answers: int) -> str:
-    """How many answers to the prompts plain decoding draws as well."""
+    """Return how many answers to the prompts plain decoding draws as well."""
     equal = answers - len(drawn)
     return f"drawn answers: {equal} of {answers} equal plain decoding's for the same seed"
 
 
 def greedy_note(d: Divergence, is_excused: bool) -> str:
-    """Where a greedy answer differs, and whether rounding explains it."""
+    """Return where a greedy answer differs, and whether rounding explains it."""
     return (
         f"- prompt {d.prompt}, token {d.position}: {d.token} instead of {d.plain_token}, top-2 "
         f"logit gap {d.top2_gap:.2g}, its own {d.token_gap:.2g}, rounding step "

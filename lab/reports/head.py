@@ -29,7 +29,7 @@ TAU_NOTE = (
 
 
 def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
-    """What is known of a head, as rows of name and value that are fit to print."""
+    """Return what is known of a head, as rows of name and value that are fit to print."""
     count = sum(tensor.numel() for tensor in foreign.tensors.values())
     kinds = sorted(
         {str(tensor.dtype).removeprefix("torch.") for tensor in foreign.tensors.values()}
@@ -74,14 +74,14 @@ def rows_of_copy(account: dict[str, Any], folder: Path) -> list[tuple[str, str]]
 
 
 def checked(foreign: Foreign) -> str:
-    """How much of what loading checks was checked here."""
+    """Return how much of what loading checks was checked here."""
     if foreign.needs_target:
         return "configuration and values; not names, shapes and types of tensors without the target"
     return "configuration and all tensors; not whether it fits its target"
 
 
 def vocabulary(foreign: Foreign) -> str:
-    """Which tokens the head can draft."""
+    """Return which tokens the head can draft."""
     if "d2t" in foreign.tensors:
         return f"{foreign.tensors['d2t'].numel():,} of {foreign.target.vocab_size or UNKNOWN}"
     return "the target's"

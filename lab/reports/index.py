@@ -32,7 +32,7 @@ def answers(sequence: TokenSequence) -> Iterator[list[int]]:
 
 
 def accepted(tree: GuessTree, text: Sequence[int]) -> int:
-    """How many tokens of a text a tree holds, from its root on."""
+    """Return how many tokens of a text a tree holds, from its root on."""
     children = {
         (parent, token): node
         for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True), start=1)

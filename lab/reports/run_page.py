@@ -151,7 +151,7 @@ def headline(rows: Sequence[ComparisonRow]) -> str:
 
 
 def doctor_section(file: Path) -> Section:
-    """What `drafthead head doctor --output FILE` has found, faults first."""
+    """Return what `drafthead head doctor --output FILE` has found, faults first."""
     try:
         findings = TypeAdapter(dict[str, Finding]).validate_python(read_json(file)["findings"])
     except (KeyError, ValidationError) as error:
@@ -160,7 +160,7 @@ def doctor_section(file: Path) -> Section:
 
 
 def findings_table(findings: dict[str, Finding], title: str) -> Table:
-    """What the doctor has found, faults first."""
+    """Return what the doctor has found, faults first."""
     rows = [
         [name, "yes" if found.is_fault else "no", found.evidence, found.remedy or ""]
         for name, found in faults_first(findings).items()

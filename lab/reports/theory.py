@@ -89,7 +89,7 @@ def theory_report(found: Sequence[Theory], about: Mapping[str, Any]) -> Report:
 def prediction_note(
     name: str, prediction: ChainPrediction, speedup: float, factors: Mapping[str, float]
 ) -> str:
-    """What the formula predicts for a chain, beside what was measured.
+    """Return what the formula predicts for a chain, beside what was measured.
 
     `factors` are those of `deviation_factors`; they give the reason where the two differ much.
     """
@@ -135,7 +135,7 @@ def depth_table(found: Sequence[Theory]) -> Table:
 
 
 def length_table(found: Sequence[Theory]) -> Table:
-    """What the theory says of every K; a line for each quantity."""
+    """Return what the theory says of every K; a line for each quantity."""
     longest = max(len(theory.lengths) for theory in found)
     columns = ["drafter", "T", "K", *(str(k) for k in range(1, longest + 1))]
     rows = []

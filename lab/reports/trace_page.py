@@ -84,7 +84,7 @@ def as_page(trace: Trace, tokenizer: PreTrainedTokenizerBase, about: dict[str, s
 def page_data(
     trace: Trace, tokenizer: PreTrainedTokenizerBase, about: dict[str, str]
 ) -> dict[str, Any]:
-    """What the page shows, as JSON."""
+    """Return what the page shows, as JSON."""
 
     def named(token: int) -> str:
         return str(tokenizer.decode([token]))

@@ -99,7 +99,7 @@ def speed_rows(plan: TrainingPlan) -> list[list[str]]:
 
 
 def notes_on(plan: TrainingPlan) -> list[str]:
-    """What the tables do not say themselves."""
+    """Return what the tables do not say themselves."""
     sizes, processes, trial = parameters(plan.setup), plan.place.processes, plan.trial
     notes = [
         f"{sizes['trained'] / 1e6:.2f}M parameters are trained, of the head's "

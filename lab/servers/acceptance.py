@@ -48,7 +48,7 @@ def accepted_drafts(audit: Audit) -> Finding | None:
 
 
 def decoded(audit: Audit, chains: Chains, length: int) -> Counted:
-    """What decoding the prompts here accepts of a drafter's chains of `length` tokens."""
+    """Return what decoding the prompts here accepts of a drafter's chains of `length` tokens."""
     decoder, new = chains.decoder(length), audit.max_new_tokens
     stats = decoder.generate(audit.prompts, max_new_tokens=new, use_model_defaults=False).stats
     drafts = [n - 1 for row in stats.accept_lengths for n in row]

@@ -29,7 +29,7 @@ POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server has answered to one request."""
+    """A server's answer to one request."""
 
     text: str
     ids: list[int]  # of the answer, its end included
@@ -55,7 +55,7 @@ class Counted:
         return 1 + sum(self.accepted) / self.drafts
 
     def since(self, before: "Counted") -> "Counted":
-        """What has been added since an earlier reading."""
+        """Return what has been added since an earlier reading."""
         earlier = [*before.accepted, *[0] * len(self.accepted)]
         added = tuple(a - b for a, b in zip(self.accepted, earlier, strict=False))
         return Counted(self.drafts - before.drafts, added, self.mean_length)

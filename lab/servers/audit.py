@@ -47,7 +47,7 @@ TEMPERATURES = torch.linspace(0.3, 2.0, 69)
 
 @dataclass(frozen=True)
 class Read:
-    """How the target sees an answer of T tokens after a prompt."""
+    """A target's reading of an answer of T tokens after a prompt."""
 
     reply: Reply
     best: torch.Tensor  # [T] its own choices
@@ -160,7 +160,7 @@ def greedy_text(audit: Audit) -> Finding | None:
 
 
 def own_text(audit: Audit, answers: list[Read]) -> Finding:
-    """Whether answers are the target's own, and what is likely wrong where they are not."""
+    """Tell whether answers are the target's own, and what is likely wrong where they are not."""
     wrong = [(answer, place) for answer in answers for place in answer.wrong(audit.tokenizer)]
     tokens = sum(len(answer.reply.ids) for answer in answers)
     ties = sum(int(((a.below > 0) & (a.below <= a.tie)).sum()) for a in answers)
@@ -189,7 +189,7 @@ def own_text(audit: Audit, answers: list[Read]) -> Finding:
 
 
 def likely_cause(wrong: list[tuple[Read, int]], tokens: int) -> str:
-    """Why tokens may be wrong."""
+    """Say why tokens may be wrong."""
     shifts = Counter(answer.reply.ids[place] - int(answer.best[place]) for answer, place in wrong)
     shift, times = shifts.most_common(1)[0]
     if len(wrong) > 3 and times > len(wrong) / 2:
@@ -221,7 +221,7 @@ def identifiers(audit: Audit) -> Finding | None:
 
 @check("chat template")
 def chat_template(audit: Audit) -> Finding | None:
-    """Whether chats are read as the tokenizer here renders them."""
+    """Tell whether chats are read as the tokenizer here renders them."""
     if not audit.tokenizer.chat_template:
         return None
     reply = audit.server.chat(QUESTIONS[0], audit.max_new_tokens)
@@ -275,7 +275,7 @@ def possible_readings(question: str, tokenizer: PreTrainedTokenizerBase) -> dict
 
 @check("log-probabilities")
 def logprobs(audit: Audit) -> Finding | None:
-    """What the server says of its greedy answers' tokens, beside the target's own."""
+    """Return what the server says of its greedy answers' tokens, beside the target's own."""
     pairs = [pair for answer in audit.greedy for pair in answer.both_logprobs()]
     if not pairs:
         return Finding("the server gives none: not tested")
@@ -319,7 +319,7 @@ def sampling(audit: Audit) -> Finding | None:
 
 
 def other_law(seen: list[tuple[TargetLaw, Text]]) -> str:
-    """How texts may have been drawn that do not follow their law."""
+    """Return how texts may have been drawn that do not follow their law."""
     # The first token comes from the pass over the prompt, the others from drafting.
     first, later = (likely_temperature(seen, places) for places in ((0,), range(1, LENGTH)))
     if abs(later - 1) > 0.1 >= abs(first - 1) / 2:

@@ -104,7 +104,7 @@ OTHER_HELP = (
 
 @dataclass(frozen=True)
 class Served:
-    """What a script starts: a drafter that was exported for a server."""
+    """A drafter that was exported for a server, as its script starts it."""
 
     server: str
     head: str  # its path, or what else `--draft` takes
@@ -116,7 +116,7 @@ class Served:
 
     @property
     def model(self) -> str:
-        """What clients call the model."""
+        """Return what clients call the model."""
         return Path(self.target).name
 
 
@@ -265,7 +265,7 @@ def kind_of(files: Path) -> str:
 
 
 def drafted_tokens(head: DraftHead, target: str) -> tuple[int, str]:
-    """How many tokens to draft after the root, and the reason in words.
+    """Return how many tokens to draft after the root, and the reason in words.
 
     A pass that drafts all tokens drafts all of them. Where each costs a pass of the head, as many
     as make most tokens for the weights read: the time of decoding for one user on most machines.

@@ -75,20 +75,20 @@ def running(
 
 
 def remedy(server: str, status: int) -> str:
-    """What helps where a server has ended with a status before it was ready."""
+    """Return what helps where a server has ended with a status before it was ready."""
     if server == "vllm" and status != NOT_FOUND:
         return "On a CPU vLLM needs OPTIONS, see docs/formats.md#for-a-server"
     return f"If {server} is not installed: {INSTALL[server]}"
 
 
 def is_taken(port: int) -> bool:
-    """Whether a program listens at a port of this machine."""
+    """Tell whether a program listens at a port of this machine."""
     with socket.socket() as asking:
         return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
 def is_ready(address: str) -> bool:
-    """Whether a server says that it can answer."""
+    """Tell whether a server says that it can answer."""
     try:
         return requests.get(f"{address}/health", timeout=5).ok
     except requests.RequestException:
@@ -96,7 +96,7 @@ def is_ready(address: str) -> bool:
 
 
 def how_to_call(address: str, served: Served) -> str:
-    """What a user may type now."""
+    """Return what a user may type now."""
     question = {"role": "user", "content": "Tell me about tides."}
     body = json.dumps({"model": served.model, "messages": [question]})
     return (

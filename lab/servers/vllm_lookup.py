@@ -22,7 +22,7 @@ FOLDER = "drafthead_ngrams"  # of the table, a key of `--additional-config`
 
 
 class LookupProposer:
-    """What vLLM asks for drafts after every step, by rows of its batch."""
+    """The proposer that vLLM asks for drafts after every step, by rows of its batch."""
 
     def __init__(self, vllm_config: Any):
         """vLLM's settings; raises UserError without a table, and for one of other tokens."""

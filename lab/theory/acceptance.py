@@ -21,7 +21,7 @@ class Share:
     tries: int
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies within the interval."""
+        """Tell whether a value lies within the interval."""
         return self.low <= value <= self.high
 
 

@@ -40,7 +40,7 @@ class Chains:
     made: dict[int, Drafter] = field(default_factory=dict)
 
     def drafter(self, length: int) -> Drafter:
-        """What drafts chains of `length` tokens; made once."""
+        """Return what drafts chains of `length` tokens; made once."""
         if length not in self.made:
             self.made[length] = self.make(length)
         return self.made[length]

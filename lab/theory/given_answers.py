@@ -17,7 +17,7 @@ ONE_TOKEN = Budget(2, 1)  # a chain of it
 
 @dataclass(frozen=True)
 class GivenAnswer:
-    """What the target has answered to a prompt, under which seed."""
+    """The target's answer to a prompt, and its seed."""
 
     prompt: list[int]
     tokens: list[int]  # T, the first of which the pass over the prompt gave

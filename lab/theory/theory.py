@@ -29,7 +29,7 @@ RULE = "rejection"  # above temperature 0: the rule that the theory is about
 
 @dataclass(frozen=True)
 class Terms:
-    """What is decoded, and how."""
+    """The terms of the measurement: what is decoded, and how."""
 
     temperatures: tuple[float, ...]
     top_p: float
@@ -40,7 +40,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class LengthRow:
-    """What the theory says of chains of one length; speedups are over plain decoding."""
+    """The theory of chains of one length; speedups are over plain decoding."""
 
     length: int
     tokens: float  # of a step
@@ -75,12 +75,12 @@ class Theory:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Why that is not what was predicted, see `deviation_factors`."""
+        """Say why that is not what was predicted, see `deviation_factors`."""
         return deviation_factors(self.prediction, self.tau, self.step, self.plain)
 
     @property
     def run_length(self) -> LengthRow:
-        """What the theory says of the chains that were decoded."""
+        """Return what the theory says of the chains that were decoded."""
         return self.lengths[self.prediction.length - 1]
 
 
@@ -123,7 +123,7 @@ def theory_of(
     prompts: Sequence[list[int]],
     terms: Terms,
 ) -> Theory:
-    """What was measured of a drafter's answers, beside what the theory makes of it."""
+    """Return what was measured of a drafter's answers, beside what the theory makes of it."""
     sampling, longest = record.contestant.sampling, chains.longest
     length = min(terms.length, longest)
     ledger, plain_ledger = record.ledger(), plain.ledger()
@@ -158,7 +158,7 @@ def theory_of(
 def length_rows(
     prediction: ChainPrediction, operations_cost: float, longest: int
 ) -> list[LengthRow]:
-    """What the theory says of chains of 1 to `longest` tokens."""
+    """Return what the theory says of chains of 1 to `longest` tokens."""
     alpha = prediction.alpha
     return [
         LengthRow(

@@ -151,7 +151,7 @@ def iter_conversations(
 
 
 def _why_nothing(source: str, left_out: LeftOut) -> str:
-    """Why a source has no conversation."""
+    """Say why a source has no conversation."""
     if left_out.problems:
         return f"no row of {source} can be used; the first: {left_out.problems[0]}"
     return f"{source} holds no conversation: add rows or use another source"
@@ -195,7 +195,7 @@ def _row_id(row: Row) -> str:
 
 
 def _row_writer(values: dict[str, Any]) -> Writer | None:
-    """Who answered a row of data distill; other data has columns `target` of other kinds."""
+    """Return who answered a row of data distill; other data has columns `target` of other kinds."""
     name, weights = values.get("target"), values.get(WEIGHTS_COLUMN)
     if not isinstance(name, str) or "finished" not in values:
         return None

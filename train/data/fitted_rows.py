@@ -86,7 +86,7 @@ class Turns:
         return len(self.starts) - 1
 
     def sequences(self, first: int, learnt: int, end: int) -> list[SupervisedTokens]:
-        """What the turns `first` to `end` make, of which those from `learnt` on are learnt.
+        """Return what the turns `first` to `end` make, of which those from `learnt` on are learnt.
 
         Of text it is one sequence, of stored ids as many as `join_turns` makes.
         """
@@ -133,7 +133,7 @@ def split(turns: Turns, max_length: int) -> Iterator[SupervisedTokens]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of a source, and how."""
+    """The settings by which a source is read."""
 
     source: str
     prompt_column: str | None

@@ -18,7 +18,7 @@ class UnusableRowError(UserError):
 
 @dataclass
 class LeftOut:
-    """What a user should know of a data set that was read."""
+    """What a user should know of a data set: this counts the rows that were left out."""
 
     strict: bool = False  # the first unusable row is an error
     rows: int = 0  # all that were read

@@ -47,7 +47,7 @@ INSTEAD_OF_TEXT = ("tool_calls", "function_call", "reasoning_content", "reasonin
 
 @dataclass(frozen=True)
 class RowContent:
-    """What is read of a row."""
+    """The content of a row, as far as it is read."""
 
     messages: list[Message]
     template_arguments: dict[str, Any]
@@ -124,7 +124,7 @@ def _plain(value: Any, from_arrow: bool, place: str) -> Any:
 
 
 def _from_json(text: str) -> Any:
-    """What a text says in JSON; None where it is none."""
+    """Return what a text says in JSON; None where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -155,7 +155,7 @@ def _messages(columns: _Columns, prompt_column: str | None) -> list[Message]:
 
 
 def _why_missing(columns: _Columns, wanted: Iterable[str]) -> str:
-    """Why a row has none of the columns that are wanted."""
+    """Say why a row has none of the columns that are wanted."""
     if empty := [name for name in wanted if name in columns.names and name not in columns.values]:
         return f"{named(empty)} is null"
     if wrong := [name for name in wanted if name in columns.values]:
@@ -285,7 +285,7 @@ def _message(columns: _Columns, raw: Any) -> Message:
 
 
 def is_unwritten(message: Mapping[str, Any]) -> bool:
-    """Whether a message has no text, and something else in its place."""
+    """Tell whether a message has no text, and something else in its place."""
     has_text = bool((message.get("content") or "").strip())
     return not has_text and any(message.get(key) for key in INSTEAD_OF_TEXT)
 

@@ -34,7 +34,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """Where the row is, for error messages."""
+        """Return where the row is, for error messages."""
         return f"{self.file}, {self.unit} {self.number}"
 
     @property
@@ -89,7 +89,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _may_be_hub(source: str) -> bool:
-    """Whether a source that is no path can be the name of a data set."""
+    """Tell whether a source that is no path can be the name of a data set."""
     return Path(source).suffix not in SUFFIXES and not source.startswith((".", "/", "~"))
 
 
@@ -139,7 +139,7 @@ def _json_line_rows(path: Path) -> Iterator[Row]:
 
 
 def _parsed(line: str, place: str) -> Any:
-    """What a line of JSON says, or why it says nothing."""
+    """Return what a line of JSON says, or why it says nothing."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:

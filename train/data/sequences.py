@@ -114,7 +114,7 @@ class TokenTable(Sequence[TokenSequence]):
 
     @cached_property
     def categories(self) -> list[str | None]:
-        """What kind of request each sequence is, where its row said so."""
+        """Return what kind of request each sequence is, where its row said so."""
         return self.by_row("category")
 
     def by_row(self, name: str) -> list[Any]:
@@ -155,7 +155,7 @@ class TokenTable(Sequence[TokenSequence]):
             yield ids.to_numpy(), learnt.to_numpy(zero_copy_only=False), weights, lengths
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
-        """How often each token is supervised, [V]."""
+        """Return how often each token is supervised, [V]."""
         counts = np.zeros(vocab_size)
         for ids, learnt, weights, _ in self._batches():
             counts += np.bincount(ids[learnt], weights[learnt], vocab_size)

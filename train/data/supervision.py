@@ -43,7 +43,7 @@ DATED = (
 
 @dataclass(frozen=True)
 class Rendering:
-    """How one conversation is rendered: the chat template, and the arguments that it gets."""
+    """The rendering of one conversation: the chat template, and the arguments that it gets."""
 
     tokenizer: PreTrainedTokenizerBase
     where: str  # the conversation, for error messages
@@ -142,7 +142,7 @@ class Rendering:
         return found["input_ids"], _contiguous(found["offset_mapping"])
 
     def answer_span(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
-        """Where message `index` is in the full rendering; None if it answers no prompt."""
+        """Return where message `index` is in the full rendering; None if it answers no prompt."""
         if messages[index]["role"] != "assistant" or index == 0:
             return None
         before, upto = messages[:index], messages[: index + 1]
@@ -250,7 +250,7 @@ def _common(left: str, right: str) -> int:
 
 
 def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> int:
-    """How many tokens of a span the assistant emits.
+    """Return how many tokens of a span the assistant emits.
 
     With the tokens  Hello  .  <|end|>  "\\n"  the tail starts at 2, and 3 tokens are emitted;
     2 if the answer was cut before its end-of-turn.
@@ -269,7 +269,7 @@ def supervise(
     where: str = "the conversation",
     template_arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> SupervisedTokens:
-    """What `mark_answers` finds; UnusableRowError where it is no token."""
+    """Return what `mark_answers` finds; UnusableRowError where it is no token."""
     rendering = Rendering(tokenizer, where, template_arguments)
     _refuse_hidden_calls(rendering, messages)
     marked = mark_answers(rendering, messages)
@@ -350,7 +350,7 @@ def check_vocabulary(stored: StoredTokens, tokenizer: PreTrainedTokenizerBase, w
 def unread_by_template(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation
 ) -> Iterator[str]:
-    """What a conversation brings for the chat template, and what that does not read."""
+    """Return what a conversation brings for the chat template, and what that does not read."""
     if conversation.tokens is not None:  # was rendered when it was answered
         return
     keys = {key for message in conversation.messages for key in message} - OWN_KEYS

@@ -53,7 +53,7 @@ class DataConfig:
 
     @property
     def is_validated(self) -> bool:
-        """Whether there is something to measure the head on."""
+        """Tell whether there is something to measure the head on."""
         return self.validation is not None or self.validation_share is not None
 
     @property

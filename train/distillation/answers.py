@@ -38,7 +38,7 @@ WINDOW = 8  # batches: at the end of a window rows are idle, and a kill loses wh
 
 @dataclass(frozen=True)
 class DistillReport:
-    """What a run did, and what the file holds after it."""
+    """The report of a run: what it did, and what the file holds after it."""
 
     already_done: int  # rows
     written: int  # rows

@@ -84,12 +84,12 @@ class Dialogue:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether its row is not to be written."""
+        """Tell whether its row is not to be written."""
         return self.settings.drop_cut and "length" in self.reasons
 
     @property
     def is_shortened(self) -> bool:
-        """Whether later turns were left out, since they did not fit."""
+        """Tell whether later turns were left out, since they did not fit."""
         return len(self.answers) < len(self.turns) and not self.is_dropped
 
     def row(self) -> dict[str, Any]:

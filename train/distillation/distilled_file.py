@@ -154,7 +154,7 @@ class Written:
 
 
 def read_written(path: Path, manifest: Mapping[str, Any]) -> Written:
-    """What the file holds; nothing where there is no file.
+    """Return what the file holds; nothing where there is no file.
 
     A batch that lacks rows counts as complete if others follow it: a user has taken the rows out.
     Raises UserError for what is no row, with its line.

@@ -137,7 +137,7 @@ class Connection:
 
 
 def refusal(response: requests.Response) -> UserError:
-    """What a status means that is not about success."""
+    """Return what a status means that is not about success."""
     status, message, url = response.status_code, message_of(response), response.url
     if status in (401, 403):
         return UserError(f"{url} wants a key ({message}): set {KEY} in the environment")
@@ -149,7 +149,7 @@ def refusal(response: requests.Response) -> UserError:
 
 
 def reason_of(error: Exception) -> str:
-    """Why there was no answer, in few words."""
+    """Say why there was no answer, in few words."""
     text = str(error)
     known = (
         "connection refused",
@@ -162,7 +162,7 @@ def reason_of(error: Exception) -> str:
 
 
 def message_of(response: requests.Response) -> str:
-    """What a server says of an error: OpenAI's form, or the beginning of its text."""
+    """Return what a server says of an error: OpenAI's form, or the beginning of its text."""
     try:
         content = response.json()
         error = content.get("error", content)
@@ -324,7 +324,7 @@ class ServerSource:
         content: dict[str, Any],
         settings: DistillSettings,
     ) -> Answer:
-        """What the server has answered, as token ids, and ended where it repeats itself."""
+        """Return what the server has answered, as token ids, and ended where it repeats itself."""
         choice = choice_of(content, self.connection.url)
         text, ids = str(choice["text"]), choice.get("token_ids")
         kind = Answer if ids is not None else EncodedAnswer

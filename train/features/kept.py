@@ -38,7 +38,7 @@ SCALES = " scales"  # after the name of hidden states that are kept as bytes
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """What features depend on; a folder keeps those of one source."""
+    """The source that features depend on; a folder keeps those of one source."""
 
     target: str  # its `weights_fingerprint`
     settings: str  # a digest of its configuration: the same weights may be read otherwise
@@ -50,7 +50,7 @@ class FeatureSource:
 def feature_bytes(
     spec: FeatureSpec, hidden_size: int, dtype: torch.dtype, as_int8: bool = False
 ) -> int:
-    """What one position takes on the disk, of hidden states [D] of that type."""
+    """Return what one position takes on the disk, of hidden states [D] of that type."""
     one = hidden_size + dtype.itemsize if as_int8 else hidden_size * dtype.itemsize  # with a scale
     return (len(spec.layers) + spec.last) * one
 

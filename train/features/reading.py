@@ -225,19 +225,19 @@ def _bring(model: PreTrainedModel, path: str, layer: nn.Module, device: torch.de
 
 
 def weight_bytes(target: Target) -> tuple[int, int]:
-    """What the weights of a target take in this process, and what they would take whole."""
+    """Return what the weights of a target take in this process, and what they would take whole."""
     weights = list(target.model.parameters())
     here = sum((w.to_local() if isinstance(w, DTensor) else w).nbytes for w in weights)
     return here, sum(weight.numel() * weight.itemsize for weight in weights)
 
 
 def is_sharded(target: Target) -> bool:
-    """Whether the passes of a target are those of all processes together."""
+    """Tell whether the passes of a target are those of all processes together."""
     return isinstance(target.model, FSDPModule)
 
 
 def any_process(wants: bool, device: torch.device) -> bool:
-    """Whether any process wants something; all processes must ask together."""
+    """Tell whether any process wants something; all processes must ask together."""
     flag = torch.tensor(int(wants), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

@@ -43,7 +43,7 @@ class StopRequest:
 
 
 def seconds_between_lines() -> int:
-    """How long a progress bar stays as it is: few lines in a log file."""
+    """Return how long a progress bar stays as it is: few lines in a log file."""
     return 1 if sys.stderr.isatty() else 30
 
 
@@ -99,7 +99,7 @@ class AnswerBar(tqdm):
 
 
 def is_main() -> bool:
-    """Whether this is the first of the processes that a launcher has started."""
+    """Tell whether this is the first of the processes that a launcher has started."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

@@ -94,7 +94,7 @@ def full_disk_named(path: Path) -> Iterator[None]:
 
 
 def _is_full(error: BaseException, path: Path) -> bool:
-    """Whether the error says so, or is one of a library that lost the reason on its way."""
+    """Tell whether the error says so, or is one of a library that lost the reason on its way."""
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return True
     # Libraries in Rust quote the system's own sentence; what did not fit may be gone again.

@@ -89,7 +89,7 @@ def evaluate(
 
 
 def evaluation_of(ranked: RankedAnchors, data: PackedData) -> Evaluation:
-    """What was measured on rows, by kind of request as well."""
+    """Return what was measured on rows, by kind of request as well."""
     found = measure(ranked)
     return replace(found, categories=by_category(ranked, found.path_counts, data))
 

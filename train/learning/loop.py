@@ -155,7 +155,7 @@ class Trainer:
         return record, stopping > 0
 
     def _not_finite(self, record: StepRecord, rows: list[int]) -> UserError:
-        """Why the loss of a step is no number: the target, or the training."""
+        """Say why the loss of a step is no number: the target, or the training."""
         fault = self.runner.target_fault(rows)
         faults = self.accelerator.reduce(
             torch.tensor(float(fault is not None), device=self.accelerator.device), reduction="sum"
@@ -212,7 +212,7 @@ class Trainer:
             self.writer.save_state(self.progress)
 
     def _epochs(self, progress: Progress | None = None) -> float:
-        """How often all rows have been read, after the steps of `progress` or of the run."""
+        """Return how often all rows have been read, after the steps of `progress` or of the run."""
         step = (progress or self.progress).step
         return step * self.config.batch_rows / len(self.task.train.rows)
 
@@ -282,5 +282,5 @@ class Trainer:
 
 
 def is_on_curve(before: float, now: float) -> bool:
-    """Whether a step leads past a point of the learning curve; epochs before and after it."""
+    """Tell whether a step leads past a point of the learning curve; epochs before and after it."""
     return int(now) > int(before) or any(before < share <= now for share in CURVE)

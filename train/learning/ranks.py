@@ -63,7 +63,7 @@ class RankedAnchors:
 
 
 def chain_lengths(ranks: torch.Tensor) -> torch.Tensor:
-    """How many first guesses are right in a row, [A], from ranks [A, K].
+    """Return how many first guesses are right in a row, [A], from ranks [A, K].
 
     Ranks 0 0 3 0 make a chain of 2.
     """
@@ -71,7 +71,7 @@ def chain_lengths(ranks: torch.Tensor) -> torch.Tensor:
 
 
 def count_paths(ranks: torch.Tensor, keep: int = KEPT_PATHS) -> dict[Path, int]:
-    """How often each path of guesses was the true continuation, from ranks [A, K].
+    """Return how often each path of guesses was the true continuation, from ranks [A, K].
 
     Ranks 0 2 MAX_RANK count the paths (), (0,) and (0, 2). The `keep` most frequent are returned;
     a path is never more frequent than its beginning, so they form a tree.

@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class InventReport:
-    """What a file holds, and what this run did."""
+    """The report of a run: what the file holds, and what this run did."""
 
     kept: int
     # Messages by reason, those of earlier runs included; empty when there was nothing to do.
@@ -145,7 +145,7 @@ class Inventor:
             raise self._too_few(f"too little in {self.seconds:.0f} seconds")
 
     def _too_few(self, brought: str) -> TooFewMessagesError:
-        """What the target has brought, and why its messages were dropped."""
+        """Return what the target has brought, and why its messages were dropped."""
         progress = self.progress
         dropped = max(progress.dropped, key=progress.dropped.__getitem__, default="")
         reason = f" (most often dropped: {dropped})" if dropped else ""
@@ -156,7 +156,7 @@ class Inventor:
 
 
 def problem_of(message: Message) -> str | None:
-    """Why a message is dropped whatever its words are."""
+    """Say why a message is dropped whatever its words are."""
     if not message.finished:
         return "no end within the limit"
     return "control tokens inside" if message.has_control_token else None

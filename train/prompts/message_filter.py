@@ -30,7 +30,7 @@ class MessageFilter:
         self.exact: set[str] = set()
 
     def problem(self, text: str) -> str | None:
-        """Why a message is dropped; None if it is kept, and then remembered."""
+        """Say why a message is dropped; None if it is kept, and then remembered."""
         words = words_of(text)
         if TEMPLATE_TEXT.search(text):
             return "text of a chat template inside"
@@ -90,7 +90,7 @@ class NearDuplicates:
         self.offsets = random.integers(2**63, size=BANDS * ROWS, dtype=np.uint64)
 
     def add(self, text: str) -> bool:
-        """Whether the text is new; it is remembered then."""
+        """Tell whether the text is new; it is remembered then."""
         runs = shingles(text)
         keys = self._keys(runs)
         others = {place for key in keys for place in self.buckets.get(key, ())}

@@ -22,7 +22,7 @@ MARKER = "qzmessagezq"  # stands for the message; no template writes it
 
 @dataclass(frozen=True)
 class UserTurn:
-    """What a model reads before it writes the user's message itself, and how it ends that.
+    """The text that a model reads before it writes the user's message itself, and its end.
 
     For "<|user|>\\n...<|end|>\\n<|assistant|>\\n" the prefix is "<|user|>\\n" and the end is the
     token <|end|>. For "USER: ... ASSISTANT:" without control tokens the prefix is "USER:" and the
@@ -93,7 +93,7 @@ class InventSettings:
 
 @dataclass(frozen=True)
 class Message:
-    """What a target wrote in the user's place."""
+    """A message that a target wrote in the user's place."""
 
     number: int
     text: str

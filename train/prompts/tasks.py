@@ -55,7 +55,7 @@ Templates = Annotated[
 
 @validated(frozen=True, config=ConfigDict(extra="forbid"))
 class Tasks:
-    """What is asked of texts, as templates for `str.format`."""
+    """Tasks that are asked of texts, as templates for `str.format`."""
 
     about_one: Templates
     about_two: Templates

@@ -30,7 +30,7 @@ NARROW = ("bfloat16", "float16", *LOSSY)  # types that compute in 16 bits
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long a head is trained and how often it is saved. Give one of epochs, steps, minutes."""
+    """The length of training, and how often it is saved. Give one of epochs, steps, minutes."""
 
     output: str
     epochs: float | None = None
@@ -88,7 +88,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Duration:
-    """How long training lasts: a number of steps, or of seconds."""
+    """The length of training: a number of steps, or of seconds."""
 
     limit: float
     unit: Literal["step", "s"]
@@ -104,11 +104,11 @@ class Duration:
         return cls(max(1, math.ceil(config.epochs * num_rows / config.batch_rows)), "step")
 
     def done(self, progress: Progress) -> float:
-        """How much of `limit` is used."""
+        """Return how much of `limit` is used."""
         return progress.step if self.unit == "step" else progress.seconds
 
     def is_used(self, progress: Progress) -> bool:
-        """Whether training is over."""
+        """Tell whether training is over."""
         return self.done(progress) >= self.limit
 
     def share_at_next_step(self, progress: Progress, step_seconds: float) -> float:

@@ -64,7 +64,7 @@ class SavedStates:
 
     @property
     def temporary(self) -> Path:
-        """Where a state is written before it is complete."""
+        """Return where a state is written before it is complete."""
         return self.path / "unfinished"
 
     def discard_temporary(self) -> None:
@@ -98,7 +98,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def damage(state: Path) -> str | None:
-    """What is wrong with the files of a state; None if nothing is."""
+    """Return what is wrong with the files of a state; None if nothing is."""
     try:
         recorded = json.loads((state / PROGRESS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -134,7 +134,7 @@ Settings = dict[str, dict[str, Any]]  # section -> setting -> value
 
 
 class BestEvaluation(NamedTuple):
-    """When a head drafted best on the held-out data."""
+    """The evaluation at which a head drafted best on the held-out data."""
 
     step: int
     tau: float  # of trees of `BEST_BY` nodes
@@ -178,7 +178,7 @@ def first_difference(old: Settings, new: Settings) -> str | None:
 
 
 def is_longer(old: Settings, new: Settings) -> bool:
-    """Whether the only difference is that the new run lasts longer, in the same unit."""
+    """Tell whether the only difference is that the new run lasts longer, in the same unit."""
     for key in DURATIONS:
         before, after = old["train"].get(key), new["train"].get(key)
         if before is not None and after is not None and after > before:
@@ -198,7 +198,7 @@ class RunFolder:
         self.states = SavedStates(path / "state")
 
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
-        """What the folder holds; "new" also means that an old run may be overwritten.
+        """Return what the folder holds; "new" also means that an old run may be overwritten.
 
         A finished run that is to last longer is resumable: it goes on from its last step.
         Raises UserError when it holds another run that may not be overwritten.

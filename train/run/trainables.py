@@ -34,7 +34,7 @@ def trainable(family: str) -> type[DraftHead]:
 
 
 def noun_of(head: DraftHead) -> str:
-    """What a run trains, in words."""
+    """Return what a run trains, in words."""
     return "draft model" if isinstance(head, Student) else "head"
 
 

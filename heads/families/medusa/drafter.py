@@ -62,7 +62,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     @cached_property
     def filler(self) -> TokenFiller:
-        """What fills trees in the graph of a step."""
+        """Return what fills trees in the graph of a step."""
         # Uses all heads, so that one graph serves trees of any depth.
         return TokenFiller(
             partial(self._fill, depth=self.head.depth),

@@ -80,7 +80,7 @@ class Drafted(NamedTuple):
 
 
 class Growing(NamedTuple):
-    """How far trees grow, see `best_first_growth`."""
+    """The growth of trees, see `best_first_growth`."""
 
     levels: int
     frontier: int
@@ -105,7 +105,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
 
     @cached_property
     def inside(self) -> torch.Tensor:
-        """Which slots of a block see which, [1, block_size, block_size]."""
+        """Return which slots of a block see which, [1, block_size, block_size]."""
         return self.head.transformer.visible(1, self.target.device)[None]
 
     def read_eagerly(
@@ -221,7 +221,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
 
     def growing(self, budget: Budget) -> Growing:
-        """How far trees of a budget grow; compiled, few answers serve all budgets."""
+        """Return how far trees of a budget grow; compiled, few answers serve all budgets."""
         levels = min(budget.depth, self.head.depth, budget.nodes - 1)
         frontier = max(1, budget.nodes - 2)
         if not self.is_compiled:

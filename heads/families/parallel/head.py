@@ -83,7 +83,7 @@ class ParallelConfig(BlockConfig):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the blocks of a batch begin. A block's anchor is the position before its root."""
+    """The blocks of a batch. A block's anchor is the position before its root."""
 
     anchors: torch.Tensor  # [B, A]
     valid: torch.Tensor  # [B, A] bool: the others pad rows with fewer blocks

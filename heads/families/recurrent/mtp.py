@@ -23,7 +23,7 @@ from drafthead.heads.layers.own_layer import OwnLayer, OwnRotary, model_of_one_l
 
 @dataclass(frozen=True)
 class MtpConfig(RecurrentConfig):
-    """What an MTP layer computes; its sizes are in `layer`, not beside it as of other heads."""
+    """The shape of an MTP layer; its sizes are in `layer`, not beside it as of other heads."""
 
     depth: int = 3
     ttt_steps: ForTraining[int] = 3  # the one layer serves all depths (FastMTP, arXiv 2509.18362)

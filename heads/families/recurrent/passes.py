@@ -82,7 +82,7 @@ READ_AND_ALL_LEVELS: dict[str, Spec] = {
 
 
 class Guess(NamedTuple):
-    """What the head outputs at n nodes, and its guesses of their children."""
+    """The head's outputs at n nodes, and its guesses of their children."""
 
     outputs: torch.Tensor  # [B, n, D]
     logits: torch.Tensor  # [B, n, k] of the best guesses
