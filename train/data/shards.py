@@ -53,8 +53,9 @@ def _check_alike(paths: list[Path]) -> None:
             )
         if not manifest.get("complete"):
             raise UserError(f"{path} is not complete: give its distill command again")
-        for key in sorted((first.keys() | manifest.keys()) - OF_ONE):
-            if (one := first.get(key)) != (other := manifest.get(key)):
+        for key in first | manifest:  # in the order in which they were written
+            one, other = first.get(key), manifest.get(key)
+            if key not in OF_ONE and one != other:
                 raise UserError(
                     f"{paths[0]} was written with {key} {one!r}, {path} with {other!r}: distil all "
                     "shards with the same settings, prompts and target"
