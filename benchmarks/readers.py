@@ -38,7 +38,7 @@ from drafthead.lab.servers.asked import AskedServer
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
 from drafthead.lab.servers.export_for import export_named
 from drafthead.lab.servers.launch import running
-from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
+from drafthead.train.distillation.connection import Connection, find_model, stored_end_ids
 
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "benchmarks" / "readers.json", ROOT / "docs" / "formats.md"

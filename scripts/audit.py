@@ -80,7 +80,7 @@ def asked_server(
 ) -> "tuple[AskedServer, Target]":
     """The server at an address, and the target that it should serve, loaded here."""
     from drafthead.lab.servers.asked import AskedServer
-    from drafthead.train.distillation.server import Connection, find_model, stored_end_ids
+    from drafthead.train.distillation.connection import Connection, find_model, stored_end_ids
 
     target = model.load()
     assert target.tokenizer is not None  # a target read from disk has one

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,18 +16,31 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.lab.races.record import read_answers
+from drafthead.lab.paying.acceptance_trace import Ranked
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut
-from drafthead.train.data.packing import PackedData, collate, pack_sequences
+from drafthead.train.data.packing import collate, pack_sequences
 from drafthead.train.data.sequences import TokenTable
+from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import Evaluation, measure, ranked_anchors, read_ranks
 from drafthead.train.learning.ranks import RankedAnchors
 from drafthead.train.learning.step import LossModule
 
 SHIFTS = (-1, 0, 1)  # of the taps, in layers
+ROW = 1024  # tokens of given answers; longer conversations are cut
+
+
+def read_answers(reading: Reading, target: Target) -> TokenTable:
+    """Conversations as tokens, cut where they do not fit the target.
+
+    Raises UserError for data that cannot be read or has no answers.
+    """
+    assert target.tokenizer is not None  # a target read from disk has one
+    longest = min(reading.max_length, target.max_length or reading.max_length)
+    fitting = replace(reading, max_length=longest, vocab_size=target.vocab_size)
+    return token_table(fitting, target.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -132,13 +145,6 @@ def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
     probs = target.project(batch.features.last[rows, places]).float().softmax(-1)
     largest, choice = probs.max(dim=-1)
     return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
-
-
-class Ranked(NamedTuple):
-    """Answers, and the ranks of their tokens among a head's guesses."""
-
-    ranks: RankedAnchors
-    data: PackedData
 
 
 def ranked_answers(

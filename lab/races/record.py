@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,17 +18,12 @@ from drafthead.infer.loaded import NamedDraft, named_draft
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import Conversation, read_conversations
-from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
-from drafthead.train.data.sequences import TokenTable
 from drafthead.train.data.supervision import (
     encode_prompt,
     refuse_missing_tokens,
     unread_by_template,
 )
-from drafthead.train.data.token_table import token_table
-
-ROW = 1024  # tokens of given answers; longer conversations are cut
 
 
 def describe_run(name: str, target: Target) -> dict[str, object]:
@@ -122,17 +116,6 @@ def prompt_of(
     ids = encode_prompt(decoder.tokenizer, messages[: first + 1], where, arguments)
     refuse_missing_tokens(ids, decoder.target.vocab_size, decoder.tokenizer, where)
     return ids
-
-
-def read_answers(reading: Reading, target: Target) -> TokenTable:
-    """Conversations as tokens, cut where they do not fit the target.
-
-    Raises UserError for data that cannot be read or has no answers.
-    """
-    assert target.tokenizer is not None  # a target read from disk has one
-    longest = min(reading.max_length, target.max_length or reading.max_length)
-    fitting = replace(reading, max_length=longest, vocab_size=target.vocab_size)
-    return token_table(fitting, target.tokenizer)
 
 
 def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:

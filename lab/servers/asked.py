@@ -11,7 +11,7 @@ import requests
 from tqdm import tqdm
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.train.distillation.server import (
+from drafthead.train.distillation.connection import (
     PENALTY,
     UNFILTERED,
     Connection,

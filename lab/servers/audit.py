@@ -22,7 +22,7 @@ from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable,
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text
 from drafthead.lab.races.divergence import rounding_step
 from drafthead.lab.servers.asked import AskedServer, Counted, Reply
-from drafthead.train.distillation.server import PENALTY
+from drafthead.train.distillation.connection import PENALTY
 
 # When the user has no prompts.
 QUESTIONS = (

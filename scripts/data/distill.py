@@ -11,7 +11,7 @@ from drafthead.scripts import options
 
 if TYPE_CHECKING:
     from drafthead.train.distillation.answer_source import AnswerSource
-    from drafthead.train.distillation.server import Connection, ServedModel
+    from drafthead.train.distillation.connection import Connection, ServedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def served_model(model: options.Model, where: Where) -> "tuple[Connection, Serve
     Raises UserError for options that a server would not heed, if nothing answers, and if no such
     model is there.
     """
-    from drafthead.train.distillation.server import Connection, find_model
+    from drafthead.train.distillation.connection import Connection, find_model
 
     if where.server is None:
         if where.server_model is not None:
@@ -143,17 +143,15 @@ def source_of(
     """Who answers."""
     from drafthead.core.target.any_target import tokenizer_named
     from drafthead.infer import Decoder
-    from drafthead.train.distillation import server
     from drafthead.train.distillation.answer_source import DecoderSource
+    from drafthead.train.distillation.connection import stored_end_ids, stored_penalty
+    from drafthead.train.distillation.server import ServerSource
 
     if served is None:
         return DecoderSource(Decoder.from_pretrained(model.load(), compile=compile))
     tokenizer = tokenizer_named(model.target)
-    ends, penalty = (
-        server.stored_end_ids(model.target, tokenizer),
-        server.stored_penalty(model.target),
-    )
-    return server.ServerSource(*served, tokenizer, ends, penalty)
+    ends, penalty = stored_end_ids(model.target, tokenizer), stored_penalty(model.target)
+    return ServerSource(*served, tokenizer, ends, penalty)
 
 
 def system_text(given: str | None) -> str | None:

@@ -30,8 +30,8 @@ def main(
     """
     from drafthead.core.storage.files import write_text
     from drafthead.lab.diagnosis.checks import CHECKS, planner_of
-    from drafthead.lab.diagnosis.examination import examine, patient_of
-    from drafthead.lab.races.record import ROW, describe_run
+    from drafthead.lab.diagnosis.examination import ROW, examine, patient_of
+    from drafthead.lab.races.record import describe_run
     from drafthead.lab.reports.report import print_table
     from drafthead.lab.reports.run_page import findings_table
 

@@ -56,10 +56,10 @@ def main(
     from drafthead.core.storage.files import write_text
     from drafthead.core.target.weights_hash import weights_fingerprint
     from drafthead.heads.formats.loading import load_head
-    from drafthead.lab.diagnosis.examination import ranked_answers
+    from drafthead.lab.diagnosis.examination import ROW, ranked_answers, read_answers
     from drafthead.lab.learning_curve import what_more_would_bring
     from drafthead.lab.paying.acceptance_trace import AcceptanceTrace, traced
-    from drafthead.lab.races.record import ROW, describe_run, read_answers
+    from drafthead.lab.races.record import describe_run
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
     from drafthead.train.learning.evaluation import evaluation_of

@@ -24,7 +24,7 @@ from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
 from drafthead.lab.servers.asked import AskedServer, Counted, counted
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
 from drafthead.scripts import cli
-from drafthead.train.distillation.server import Connection, ServedModel
+from drafthead.train.distillation.connection import Connection, ServedModel
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
 NEW = 16

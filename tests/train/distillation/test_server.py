@@ -17,17 +17,17 @@ from transformers import GenerationConfig
 from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
 from drafthead.infer.serving import ServeRequest
-from drafthead.train.distillation import server as connection_module
+from drafthead.train.distillation import connection as connection_module
 from drafthead.train.distillation.answer_source import DecoderSource, without_repetition
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings
-from drafthead.train.distillation.server import (
+from drafthead.train.distillation.connection import (
     Connection,
-    ServerSource,
     find_model,
     stored_end_ids,
     stored_penalty,
 )
+from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings
+from drafthead.train.distillation.server import ServerSource
 
 SETTINGS = DistillSettings("served", "prompts.jsonl", max_new_tokens=24, batch_size=3)
 
