@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,11 +16,10 @@ from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
-from drafthead.lab.paying.acceptance_trace import Ranked
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut
-from drafthead.train.data.packing import collate, pack_sequences
+from drafthead.train.data.packing import PackedData, collate, pack_sequences
 from drafthead.train.data.sequences import TokenTable
 from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
@@ -145,6 +144,13 @@ def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
     probs = target.project(batch.features.last[rows, places]).float().softmax(-1)
     largest, choice = probs.max(dim=-1)
     return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
+
+
+class Ranked(NamedTuple):
+    """Answers, and the ranks of their tokens among a head's guesses."""
+
+    ranks: RankedAnchors
+    data: PackedData
 
 
 def ranked_answers(

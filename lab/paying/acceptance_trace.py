@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path as FilePath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,8 +18,8 @@ from drafthead.core.storage.files import write_text
 from drafthead.core.trees.tree import Path, TreeShape
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.growing.static import grow_tree
-from drafthead.train.data.packing import PackedData
-from drafthead.train.learning.ranks import RankedAnchors, accepted_in, count_paths
+from drafthead.lab.diagnosis.examination import Ranked
+from drafthead.train.learning.ranks import accepted_in, count_paths
 
 NODES = (4, 8, 16, 32, 64)  # of trees, the root included; and chains of any length
 
@@ -71,13 +71,6 @@ def trees_of(depth: int) -> list[tuple[int, int]]:
     chains = [(length + 1, length) for length in range(1, depth + 1)]
     trees = [(n, levels) for n in NODES for levels in range(1, depth + 1) if n > levels + 1]
     return sorted({*chains, *trees})
-
-
-class Ranked(NamedTuple):
-    """Answers, and the ranks of their tokens among a head's guesses."""
-
-    ranks: RankedAnchors
-    data: PackedData
 
 
 def traced(sources: Sequence[Ranked]) -> tuple[list[tuple[int, int]], list[TracedAnswer]]:

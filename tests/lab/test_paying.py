@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from drafthead.core.errors import UserError
+from drafthead.lab.diagnosis.examination import Ranked
 from drafthead.lab.paying.acceptance_trace import (
     AcceptanceTrace,
-    Ranked,
     TracedAnswer,
     steps,
     traced,
