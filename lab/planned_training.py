@@ -16,7 +16,6 @@ from drafthead.core.errors import UserError
 from drafthead.lab.planning.estimate import (
     BUFFERS,
     DiskUse,
-    Place,
     Setup,
     disk_use,
     held_memory,
@@ -58,7 +57,8 @@ class TrainingPlan:
 
     config: RunConfig
     setup: Setup
-    place: Place
+    processes: int
+    on_cpu: bool
     held: dict[str, int]  # bytes of one process throughout a step, by part
     disk: DiskUse
     trial: Trial | None
@@ -79,7 +79,7 @@ class TrainingPlan:
         """
         exchanged = self.held.get(BUFFERS, 0)
         one = self.computed if self.trial is None else self.trial.peak + exchanged
-        return one * self.place.processes if self.place.on_cpu else one
+        return one * self.processes if self.on_cpu else one
 
     @property
     def fits(self) -> bool:
@@ -121,11 +121,11 @@ def plan_training(
     on_cpu = run.train.cpu or not torch.cuda.is_available()
     room = memory_here(on_cpu) if memory is None else bytes_of(memory)
     # This process has imported what one that trains imports, and done nothing yet.
-    place = Place(processes, on_cpu, psutil.Process().memory_info().rss if on_cpu else 0)
+    libraries = psutil.Process().memory_info().rss if on_cpu else 0
     setup = set_up(run, has_data)
-    held = held_memory(setup, place)
+    held, disk = held_memory(setup, processes, libraries), disk_use(setup)
     plan = TrainingPlan(
-        run, setup, place, held, disk_use(setup), None, "--no-measure", room, tokens
+        run, setup, processes, on_cpu, held, disk, None, "--no-measure", room, tokens
     )
     if measure:
         trial, reason = tried(config, settings, plan.computed, memory_here(on_cpu))

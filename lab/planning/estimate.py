@@ -6,7 +6,6 @@ its tokenizer if it has one. What comes and goes within a step is not counted: `
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,22 +51,11 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run is to happen."""
-
-    processes: int
-    on_cpu: bool
-    libraries: int  # bytes of a process that has imported all and done nothing
-
-
-@dataclass(frozen=True)
 class DiskUse:
     """Bytes, without the headers of the files: less than 1 kB for each tensor."""
 
     state: int  # one saved state
     head: int
-    features: int  # that are kept after the first epoch; 0 without a folder
-    feature_rows: int  # of which they are
 
     @property
     def states(self) -> int:
@@ -118,21 +106,25 @@ def target_without_numbers(config: TargetConfig, mixed_precision: str) -> Target
     return Target(model, load_tokenizer(source, str(source), config.trust_code))
 
 
-def held_memory(setup: Setup, place: Place) -> dict[str, int]:
-    """The bytes of one process throughout a step, by part."""
+def held_memory(setup: Setup, processes: int, libraries: int) -> dict[str, int]:
+    """The bytes of one of the processes throughout a step, by part.
+
+    On a CPU `libraries` are the bytes of a process that has imported all and done nothing, else 0.
+    """
     train, target = setup.config.train, setup.target
     positions = train.micro_batch_rows * setup.config.data.max_length
     gradients = bytes_of(setup.trained)
+    head = bytes_of((*setup.head.parameters(), *setup.head.buffers()))
     parts = {
         TARGET: bytes_of((*target.model.parameters(), *target.model.buffers())),
-        HEAD: bytes_of((*setup.head.parameters(), *setup.head.buffers())),
+        HEAD: head,
         GRADIENTS: gradients,
         OPTIMISER: optimizer_bytes(setup),
-        AVERAGE: bytes_of(average_of(setup)),
+        AVERAGE: 0 if train.ema is None else head,
         FEATURES: positions
         * feature_bytes(setup.head.features_needed, target.hidden_size, target.dtype),
-        BUFFERS: gradients if place.processes > 1 else 0,
-        LIBRARIES: place.libraries if place.on_cpu else 0,
+        BUFFERS: gradients if processes > 1 else 0,
+        LIBRARIES: libraries,
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -145,13 +137,6 @@ def optimizer_bytes(setup: Setup) -> int:
         is_muon = isinstance(optimizer, torch.optim.Muon)
         total += bytes_of(weights) if is_muon else 2 * bytes_of(weights) + 4 * len(weights)
     return total
-
-
-def average_of(setup: Setup) -> list[torch.Tensor]:
-    """Tensors as large as those of the average of a run's weights; none without an average."""
-    if setup.config.train.ema is None:
-        return []
-    return [*setup.head.parameters(), *setup.head.buffers()]
 
 
 def less_memory(setup: Setup) -> list[str]:
@@ -178,21 +163,7 @@ def disk_use(setup: Setup) -> DiskUse:
     weights = list(setup.head.state_dict().values())
     average = bytes_of(weights) if setup.config.train.ema is not None else 0
     dtype = torch.bfloat16 if isinstance(setup.head, Student) else setup.target.dtype
-    rows, features = kept_features(setup)
-    state = bytes_of(weights) + average + optimizer_bytes(setup)
-    return DiskUse(state, bytes_of(weights, dtype), features, rows)
-
-
-def kept_features(setup: Setup) -> tuple[int, int]:
-    """Return how many rows' features are kept, and their bytes."""
-    data, target, spec = setup.config.data, setup.target, setup.head.features_needed
-    if data.feature_folder is None or setup.rows is None:
-        return 0, 0
-    size = feature_bytes(spec, target.hidden_size, target.dtype, data.feature_dtype == "int8")
-    lengths = [setup.rows.row_length(row) for row in range(len(setup.rows.rows))]
-    budget = 1e9 * (data.feature_budget_gb or float("inf"))
-    totals = [total for total in accumulate(size * n for n in lengths) if total <= budget]
-    return len(totals), totals[-1] if totals else 0
+    return DiskUse(bytes_of(weights) + average + optimizer_bytes(setup), bytes_of(weights, dtype))
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> int:

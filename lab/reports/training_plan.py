@@ -27,8 +27,6 @@ def plan_report(plan: TrainingPlan) -> Report:
     if plan.trial is not None:
         memory_rows.append(("peak of real steps", f"{plan.trial.peak / unit:.1f}", "measured"))
     disk_rows = [("saved states, one being written", disk.states), ("head", disk.head)]
-    if disk.feature_rows:
-        disk_rows.append((f"features of {disk.feature_rows} rows", disk.features))
     title = f"{plan.config.family} for {plan.config.target.name}: memory of a process"
     tables = [
         Table(title, ("part", name, "how"), memory_rows),
@@ -45,7 +43,7 @@ def as_json(plan: TrainingPlan, speeds: Sequence[Sequence[str]]) -> dict[str, An
         "settings": plan.config.settings(),
         "machine": describe_machine(),
         "versions": describe_versions(),
-        "processes": plan.place.processes,
+        "processes": plan.processes,
         "parameters": parameters(plan.setup),
         "memory": {
             "held": plan.held,
@@ -77,11 +75,11 @@ def speed_rows(plan: TrainingPlan) -> list[list[str]]:
     lasts = None  # where epochs have no rows
     if there is not None or config.train.epochs is None:
         lasts = Duration.of(config.train, 0 if there is None else len(there.rows))
-    speed = plan.trial and plan.trial.tokens_per_s * plan.place.processes
+    speed = plan.trial and plan.trial.tokens_per_s * plan.processes
     if speed:
         rows.append(["supervised tokens", f"{speed:.0f}", "1/s"])
     if plan.trial is not None and config.data.feature_folder is not None:
-        kept = plan.trial.tokens_per_s_kept * plan.place.processes
+        kept = plan.trial.tokens_per_s_kept * plan.processes
         rows.append(["supervised tokens, once features are kept", f"{kept:.0f}", "1/s"])
     if plan.tokens is not None and speed:
         rows.append([f"{plan.tokens:.3g} tokens", f"{plan.tokens / speed / 3600:.2f}", "h"])
@@ -100,7 +98,7 @@ def speed_rows(plan: TrainingPlan) -> list[list[str]]:
 
 def notes_on(plan: TrainingPlan) -> list[str]:
     """Return what the tables do not say themselves."""
-    sizes, processes, trial = parameters(plan.setup), plan.place.processes, plan.trial
+    sizes, processes, trial = parameters(plan.setup), plan.processes, plan.trial
     notes = [
         f"{sizes['trained'] / 1e6:.2f}M parameters are trained, of the head's "
         f"{sizes['head'] / 1e6:.2f}M; the target has {sizes['target'] / 1e6:.2f}M",

@@ -22,7 +22,6 @@ from drafthead.lab.planning.estimate import (
     LIBRARIES,
     OPTIMISER,
     TARGET,
-    Place,
     disk_use,
     held_memory,
     less_memory,
@@ -34,7 +33,6 @@ from drafthead.train.run.config import RunConfig, load_run_config
 from drafthead.train.train_heads import build_trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
-ALONE = Place(1, on_cpu=True, libraries=0)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 def check_held(config: RunConfig) -> None:
     """Compare what a planned step holds with a run that was set up, after its first step."""
-    held = held_memory(set_up(config), ALONE)
+    held = held_memory(set_up(config), 1, 0)
     trainer = build_trainer(build_accelerator(config), config, config.folder())
     trainer.runner.run(0, 0.5, trainer.order.rows_of_step(0))
     head, states = trainer.task.head, [o.optimizer.state for o in trainer.runner.optimizers]
@@ -98,16 +96,10 @@ def written(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("trained", ["eagle3", FAMILY])
-@pytest.mark.parametrize("dtype", ["int8", "null"])
-def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, dtype: str) -> None:
-    features = tmp_path / "features"
-    settings = (
-        *(f"data.feature_folder={features}", f"data.feature_dtype={dtype}", "train.ema=0.9"),
-        *("head.draft_vocab_size=20", "train.max_steps=null", "train.epochs=1"),
-    )
+def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str) -> None:
+    settings = ("train.ema=0.9", "head.draft_vocab_size=20", "train.max_steps=1")
     setup = set_up(configure(trained, *settings))
     disk = disk_use(setup)
-    assert not features.exists()
     output = run(tmp_path / "run.yaml", *settings)
     [state] = (output / "state").iterdir()
     tensors = 5 * len(setup.head.state_dict())  # weights, average, up to three of an optimiser
@@ -115,37 +107,25 @@ def test_the_disk_is_what_a_run_writes(configure, tmp_path: Path, trained: str, 
     assert disk.state < written(state) < disk.state + 1000 * tensors + other_files
     head = output / "model.safetensors"
     assert disk.head < head.stat().st_size < disk.head + 1000 * tensors
-    files = list(features.rglob("*.safetensors"))
-    all_bytes = sum(path.stat().st_size for path in files)
-    assert len(files) == disk.feature_rows == len(setup.rows.rows)
-    assert disk.features < all_bytes < disk.features + 1000 * len(files)
-
-
-def test_a_budget_of_features_is_kept_to(configure, tmp_path: Path) -> None:
-    folder = f"data.feature_folder={tmp_path / 'features'}"
-    every = disk_use(set_up(configure("medusa", folder)))
-    budget = 0.5e-9 * every.features
-    some = disk_use(set_up(configure("medusa", folder, f"data.feature_budget_gb={budget}")))
-    assert 0 < some.feature_rows < every.feature_rows and some.features <= 1e9 * budget
 
 
 def test_a_larger_micro_batch_holds_more_features_alone(configure) -> None:
     small, large = (
-        held_memory(set_up(configure("eagle3", f"train.micro_batch_rows={n}")), ALONE)
+        held_memory(set_up(configure("eagle3", f"train.micro_batch_rows={n}")), 1, 0)
         for n in (1, 4)
     )
     assert large.pop(FEATURES) == 4 * small.pop(FEATURES) and small == large
 
 
 def test_the_weights_of_the_target_are_not_needed(inputs: Path, configure, tmp_path: Path) -> None:
-    whole = held_memory(set_up(configure("parallel")), ALONE)
+    whole = held_memory(set_up(configure("parallel")), 1, 0)
     for kept in (("config.json", "token*", "chat*"), ("config.json",)):
         bare = tmp_path / f"bare{len(kept)}"
         bare.mkdir()
         for path in (p for pattern in kept for p in (inputs / "target").glob(pattern)):
             (bare / path.name).write_bytes(path.read_bytes())
         setup = set_up(configure("parallel", f"target.name={bare}"))
-        assert held_memory(setup, ALONE) == whole
+        assert held_memory(setup, 1, 0) == whole
     assert setup.rows is None
 
 
@@ -186,7 +166,6 @@ def test_settings_that_need_less_are_those_that_this_run_can_change(configure) -
 
 def test_what_processes_exchange_and_libraries_count(configure) -> None:
     setup = set_up(configure("medusa"))
-    on_gpu = held_memory(setup, Place(1, on_cpu=False, libraries=7))
-    two = held_memory(setup, Place(2, on_cpu=False, libraries=7))
+    on_gpu, two = held_memory(setup, 1, 0), held_memory(setup, 2, 0)
     assert two == on_gpu | {BUFFERS: on_gpu[GRADIENTS]}
-    assert held_memory(setup, Place(1, on_cpu=True, libraries=7)) == on_gpu | {LIBRARIES: 7}
+    assert held_memory(setup, 1, 7) == on_gpu | {LIBRARIES: 7}
