@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,12 +19,12 @@ from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut
-from drafthead.train.data.packing import PackedData, collate, pack_sequences
+from drafthead.train.data.packing import collate, pack_sequences
 from drafthead.train.data.sequences import TokenTable
 from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
 from drafthead.train.learning.evaluation import Evaluation, measure, ranked_anchors, read_ranks
-from drafthead.train.learning.ranks import RankedAnchors
+from drafthead.train.learning.ranks import Ranked, RankedAnchors
 from drafthead.train.learning.step import LossModule
 
 SHIFTS = (-1, 0, 1)  # of the taps, in layers
@@ -144,13 +144,6 @@ def judged(batch: HeadBatch, target: Target) -> torch.Tensor:
     probs = target.project(batch.features.last[rows, places]).float().softmax(-1)
     largest, choice = probs.max(dim=-1)
     return torch.stack([(choice == batch.input_ids[rows, places + 1]).float(), largest]).cpu()
-
-
-class Ranked(NamedTuple):
-    """Answers, and the ranks of their tokens among a head's guesses."""
-
-    ranks: RankedAnchors
-    data: PackedData
 
 
 def ranked_answers(

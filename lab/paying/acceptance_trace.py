@@ -18,8 +18,7 @@ from drafthead.core.storage.files import write_text
 from drafthead.core.trees.tree import Path, TreeShape
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.growing.static import grow_tree
-from drafthead.lab.diagnosis.examination import Ranked
-from drafthead.train.learning.ranks import accepted_in, count_paths
+from drafthead.train.learning.ranks import Ranked, accepted_in, count_paths
 
 NODES = (4, 8, 16, 32, 64)  # of trees, the root included; and chains of any length
 

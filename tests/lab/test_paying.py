@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from drafthead.core.errors import UserError
-from drafthead.lab.diagnosis.examination import Ranked
 from drafthead.lab.paying.acceptance_trace import (
     AcceptanceTrace,
     TracedAnswer,
@@ -21,7 +20,7 @@ from drafthead.lab.paying.forecast import Forecasts
 from drafthead.scripts import cli
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.sequences import TokenSequence, TokenTable
-from drafthead.train.learning.ranks import RankedAnchors, count_paths
+from drafthead.train.learning.ranks import Ranked, RankedAnchors, count_paths
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORDED, SMOLLM2 = BENCHMARKS / "gpu" / "recorded.json", BENCHMARKS / "smollm2"

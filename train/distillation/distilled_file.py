@@ -5,7 +5,7 @@ together. What a killed run left of a batch is dropped, so that the batches of t
 continues, and with them the roundings of every row, are those of a run that was never killed.
 
 Beside the file lies its manifest, a JSON file with the settings. Several processes may each write a
-shard, a file of its own; `train.data.shards` reads them as one.
+shard, a file of its own; `train.data.row_sources` reads them as one.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, Self
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import IDS_COLUMN
-from drafthead.train.data.shards import shard_path
+from drafthead.train.data.row_sources import shard_path
 from drafthead.train.jobs.outputs import (
     REMEDY,
     lock_path,

@@ -13,6 +13,7 @@ write them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from drafthead.core.trees.tree import Path
 from drafthead.heads.growing.static import grow_tree
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
+from drafthead.train.data.packing import PackedData
 
 KEPT_PATHS = 512
 
@@ -60,6 +62,13 @@ class RankedAnchors:
         goes_on = [a == b for a, b in zip(following, [*places[1:], None], strict=True)]
         steps = roots_of_steps(self.conversations, self.anchors, accepted)
         return max(1.0, sum(goes_on) / max(1, sum(goes_on[number] for number in steps)))
+
+
+class Ranked(NamedTuple):
+    """Answers, and the ranks of their tokens among a head's guesses."""
+
+    ranks: RankedAnchors
+    data: PackedData
 
 
 def chain_lengths(ranks: torch.Tensor) -> torch.Tensor:

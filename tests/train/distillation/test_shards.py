@@ -9,8 +9,7 @@ from tiny import tiny_llama
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
-from drafthead.train.data.row_sources import rows_of, source_digest
-from drafthead.train.data.shards import shards_of
+from drafthead.train.data.row_sources import rows_of, shards_of, source_digest
 from drafthead.train.distillation.distilled_file import DistilledFile, Shard
 from drafthead.train.jobs.outputs import manifest_path
 
