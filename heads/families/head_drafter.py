@@ -177,21 +177,23 @@ class HeadDrafter(Drafter, Generic[Head]):
         return repr((self.head.family, drafting_fields(self.head.config), self.fixed))
 
 
-DRAFTERS: dict[type, type[HeadDrafter[Any]]] = {}  # by class of heads
+HEAD_DRAFTERS: dict[type, type[HeadDrafter[Any]]] = {}  # by class of heads
 
 DrafterClass = TypeVar("DrafterClass", bound=type[HeadDrafter[Any]])
 
 
-def register_drafter(head_class: type) -> Callable[[DrafterClass], DrafterClass]:
+def register_head_drafter(head_class: type) -> Callable[[DrafterClass], DrafterClass]:
     """Make a drafter class serve a class of heads and its subclasses.
 
     Raises ValueError when the class of heads already has a drafter.
     """
 
     def register(cls: DrafterClass) -> DrafterClass:
-        if head_class in DRAFTERS:
-            raise ValueError(f"{head_class.__name__} already has a drafter: {DRAFTERS[head_class]}")
-        DRAFTERS[head_class] = cls
+        if head_class in HEAD_DRAFTERS:
+            raise ValueError(
+                f"{head_class.__name__} already has a drafter: {HEAD_DRAFTERS[head_class]}"
+            )
+        HEAD_DRAFTERS[head_class] = cls
         return cls
 
     return register
@@ -206,6 +208,7 @@ def drafter_for(
     registered for the class of the head or a class above it.
     """
     for cls in type(head).__mro__:
-        if cls in DRAFTERS:
-            return DRAFTERS[cls](head, target, shape)
-    raise TypeError(f"no drafter is registered for {type(head).__name__}: see register_drafter")
+        if cls in HEAD_DRAFTERS:
+            return HEAD_DRAFTERS[cls](head, target, shape)
+    kind = type(head).__name__
+    raise TypeError(f"no drafter is registered for {kind}: see register_head_drafter")

@@ -18,7 +18,7 @@ from drafthead.core.sampling import (
 from drafthead.core.target.target import Target
 from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.growing.levels import Guesses, best_guesses
 from drafthead.heads.objectives.batch import MAX_RANK
@@ -40,7 +40,7 @@ class MedusaLayout:
         self.head_of_children = shape.depths.clamp_max(max(shape.depth, 1) - 1).to(device)  # [N]
 
 
-@register_drafter(MedusaHeads)
+@register_head_drafter(MedusaHeads)
 class MedusaDrafter(HeadDrafter[MedusaHeads]):
     """Medusa heads that fill static trees.
 

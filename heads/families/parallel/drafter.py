@@ -13,7 +13,7 @@ from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns, vis
 from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
-from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.parallel.candidates import (
     CANDIDATES,
@@ -86,7 +86,7 @@ class Growing(NamedTuple):
     frontier: int
 
 
-@register_drafter(ParallelHead)
+@register_head_drafter(ParallelHead)
 class ParallelDrafter(HeadDrafter[ParallelHead]):
     """A block-parallel head on its most probable trees, or on static ones."""
 

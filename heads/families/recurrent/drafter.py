@@ -8,7 +8,7 @@ from drafthead.core.drafting.row_state import RowState
 from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.heads.families.head_drafter import register_drafter
+from drafthead.heads.families.head_drafter import register_head_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.families.recurrent.mtp import MtpHead
@@ -196,7 +196,7 @@ class RecurrentSession(LateReader, OnDevice):
         return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)
 
 
-@register_drafter(RecurrentHead)
+@register_head_drafter(RecurrentHead)
 class RecurrentDrafter(RecurrentPasses):
     """A recurrent head on dynamic trees, and on static ones where children are drawn.
 
@@ -207,7 +207,7 @@ class RecurrentDrafter(RecurrentPasses):
         return RecurrentSession(self, rows=len(lengths))
 
 
-@register_drafter(MtpHead)
+@register_head_drafter(MtpHead)
 class MtpDrafter(RecurrentDrafter):
     """An MTP layer as a drafter; its passes run as transformers has them, not compiled."""
 

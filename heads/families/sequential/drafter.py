@@ -11,7 +11,7 @@ from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
-from drafthead.heads.families.head_drafter import HeadDrafter, register_drafter
+from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
@@ -28,7 +28,7 @@ READING = {
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
 
 
-@register_drafter(SequentialHead)
+@register_head_drafter(SequentialHead)
 class SequentialDrafter(HeadDrafter[SequentialHead]):
     """A sequential head that fills static trees."""
 

@@ -23,7 +23,7 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.recipe import known
 from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.base import HEADS, DraftHead
-from drafthead.heads.families.head_drafter import drafter_for, register_drafter
+from drafthead.heads.families.head_drafter import drafter_for, register_head_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
@@ -339,7 +339,7 @@ def test_a_head_without_a_drafter_is_named(target) -> None:
 
 def test_a_second_drafter_of_a_head_is_refused() -> None:
     with pytest.raises(ValueError, match="MedusaHeads already has a drafter: .*MedusaDrafter"):
-        register_drafter(MedusaHeads)(object)
+        register_head_drafter(MedusaHeads)(object)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "verifier": "rejection"}])
