@@ -1,9 +1,9 @@
-"""Distilling with a decoder that makes its answers up: what the tests of distillation share."""
+"""What makes answers and messages up, so that tests of what is written wait for no model."""
 
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Queue
@@ -18,7 +18,9 @@ from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
 from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
+from drafthead.train.prompts.message_source import InventSettings, Message
 
+INVENTING = InventSettings("fake", batch_size=4)
 SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
 
 
@@ -73,6 +75,34 @@ class RoundedByBatch(FakeDecoder):
     def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
         seed = hash(str([other.prompt for other in batch])) + request.seed
         return super().answer(replace(request, seed=seed), batch, limit)
+
+
+class SomeCut(FakeDecoder):
+    """Answers to prompts of odd length are short."""
+
+    def answer(self, request: ServeRequest, batch: list[ServeRequest], limit: int) -> Answer:
+        self.answer_tokens = 5 if len(request.prompt) % 2 else 12
+        return super().answer(request, batch, limit)
+
+
+class FakeSource:
+    """Every fifth message has no end, every seventh is one that was there before."""
+
+    def __init__(self, settings: InventSettings = INVENTING, delay: float = 0.0):
+        self.settings, self.delay = settings, delay  # seconds a batch
+        self.asked: list[int] = []  # batches
+
+    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
+        self.asked.append(index)
+        time.sleep(self.delay)
+        size = self.settings.batch_size
+        count(3 * size)
+        return [self.message(number) for number in range(index * size, (index + 1) * size)]
+
+    def message(self, number: int) -> Message:
+        topic = 0 if number % 7 == 6 else number
+        text = f"What is topic {topic} about? größer"
+        return Message(number, text, 3, number % 5 != 4, False)
 
 
 def distilled(

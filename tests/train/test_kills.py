@@ -1,77 +1,227 @@
-"""Thirty kills at random moments, of distillation and of training by two processes.
+"""Whatever writes for long goes on as if nothing had been, after kills and after a full disk.
 
-Slow: each life of a job begins with half a minute of imports. `pytest -m slow -s
-tests/train/test_kills.py` prints what was seen.
+A writer is killed in a fork of this process, which needs no imports. `pytest -m slow -s
+tests/train/test_kills.py` kills two processes that train together thirty times.
 """
 
-import importlib.util
+import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import write_inputs, write_run
-from safetensors.torch import load_file
-from tiny import write_conversations, write_target
+import torch
+import yaml
+from distilled import SETTINGS, FakeSource, RoundedByBatch, SomeCut, asked, distilled
+from runs import evaluations, run, write_inputs, write_run
 
+from drafthead.core.errors import UserError
+from drafthead.train.distillation import answers
+from drafthead.train.distillation.distilled_file import Shard
+from drafthead.train.jobs.outputs import lock_path, only_writer
+from drafthead.train.prompts import invention
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parents[2]
+PAUSE = 0.005  # seconds a batch of what makes its answers up
+BATCHES = replace(SETTINGS, batch_size=3)
+CUT_LEFT_OUT = replace(BATCHES, drop_cut=True, max_new_tokens=8)
+PART = Shard(2, 2)
+# Two stages, an average, features as bytes of some rows, and a state after every second step.
+TRAINING = {
+    "max_steps": 20, "save_every": 2, "eval_every": 5, "ema": 0.9, "on_policy": True,
+    "on_policy_share": 0.5,
+}  # fmt: skip
+FEATURES = {"feature_dtype": "int8", "feature_budget_gb": 30e-6}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What writes one file or folder, from the beginning or from where it was stopped."""
+
+    write: Callable[[Path], object]  # into a folder
+    output: str
+    lines: str = ""  # the file that grows, where that is not the output
+    on_full_disk: tuple[object, str] | None = None  # what then fails, if it is named here
+
+    def kept(self, folder: Path) -> object:
+        """All that a run leaves, but for times."""
+        path = folder / self.output
+        if path.is_file():
+            return path.read_bytes()
+        losses = [json.loads(line)["loss"] for line in (path / "metrics.jsonl").open()]
+        return losses, evaluations(path), (path / "model.safetensors").read_bytes()
+
+    def progress(self, folder: Path) -> int:
+        """How many lines there are."""
+        path = folder / (self.lines or self.output)
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def lock(self, folder: Path) -> Path:
+        """The file that the only writer holds."""
+        path = folder / self.output
+        return lock_path(path) if path.suffix else path / ".lock"
+
+
+def training(family: str) -> Writer:
+    """A run of a family; the inputs lie beside the folder."""
+
+    def write(folder: Path) -> Path:
+        inputs, head = folder.parent / "inputs", {"family": family}
+        if not inputs.exists():
+            write_inputs(inputs, initializer_range=0.02)
+        config = write_run(folder / "run.yaml", inputs, head, {}, TRAINING)
+        settings = yaml.safe_load(config.read_text())
+        settings["data"] |= FEATURES | {"feature_folder": str(folder / "features")}
+        config.write_text(yaml.safe_dump(settings))
+        return run(config)
+
+    return Writer(write, "run", "run/metrics.jsonl", (torch, "save"))
+
+
+def distilling(decoder: type, settings: object, shard: Shard | None = None) -> Writer:
+    """Answers of a decoder that makes them up."""
+    output = "answers.jsonl" if shard is None else shard.path(Path("answers.jsonl")).name
+
+    def write(folder: Path) -> object:
+        made = decoder(delay=PAUSE)
+        return distilled(made, asked(60), folder / "answers.jsonl", settings, shard=shard)
+
+    return Writer(write, output)
+
+
+def invented(folder: Path) -> object:
+    """Prompts of a target that makes them up."""
+    return invention.invent(FakeSource(delay=PAUSE), folder / "prompts.jsonl", 60)
+
+
+WRITERS = {
+    "answers that depend on their batch": distilling(RoundedByBatch, BATCHES),
+    "cut answers that are left out": distilling(SomeCut, CUT_LEFT_OUT),
+    "a shard of answers": distilling(RoundedByBatch, BATCHES, PART),
+    "invented prompts": Writer(invented, "prompts.jsonl", "", (invention, "row_of")),
+    "a head": training("medusa"),
+    "a draft model": training("draft_model"),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_batch_in_a_window(monkeypatch) -> None:
+    """Batches are answered one after the other, so that the same ones come again."""
+    monkeypatch.setattr(answers, "WINDOW", 1)
+
+
+def forked(work: Callable[[], object]) -> int:
+    """A process that works, and then ends; gives its number."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            work()
+        finally:
+            os._exit(0)
+    return child
+
+
+def ended(child: int) -> bool:
+    """Whether a process has ended by itself."""
+    return os.waitpid(child, os.WNOHANG) != (0, 0)
+
+
+def killed_after_some_lines(writer: Writer, folder: Path, pause: float) -> bool:
+    """One life, until a moment after its first new line; whether it ended before."""
+    before, child = writer.progress(folder), forked(lambda: writer.write(folder))
+    deadline = time.monotonic() + 60
+    while writer.progress(folder) <= before:
+        if ended(child):
+            return True
+        assert time.monotonic() < deadline, "nothing is written"
+        time.sleep(0.001)
+    time.sleep(pause)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_was_killed_is_written_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
+    writer, moments = WRITERS[name], random.Random(0)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    writer.write(whole)
+    found: list[int] = []
+    while len(found) < 5 and not killed_after_some_lines(writer, killed, moments.uniform(0, 0.02)):
+        found.append(writer.progress(killed))
+    assert len(found) >= 2, "it has to be killed in its midst"
+    writer.write(killed)
+    assert writer.kept(killed) == writer.kept(whole)
+
+
+@pytest.mark.parametrize("name", [name for name, each in WRITERS.items() if each.on_full_disk])
+def test_a_full_disk_is_named_and_the_next_run_goes_on(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
+    """The disk is full once three lines are there."""
+    writer = WRITERS[name]
+    assert writer.on_full_disk is not None
+    whole, full = tmp_path / "whole", tmp_path / "full"
+    for folder in (whole, full):
+        folder.mkdir()
+    writer.write(whole)
+    module, function = writer.on_full_disk
+    usual = getattr(module, function)
+
+    def no_space(*given: object, **options: object) -> object:
+        if writer.progress(full) >= 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return usual(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, no_space)
+        with pytest.raises(UserError, match=rf"the disk of .*{writer.output} is full: make room"):
+            writer.write(full)
+    writer.write(full)
+    assert writer.kept(full) == writer.kept(whole)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_second_writer_is_refused_while_the_first_one_writes(name: str, tmp_path: Path) -> None:
+    writer = WRITERS[name]
+    with (
+        only_writer(writer.lock(tmp_path), tmp_path / writer.output),
+        pytest.raises(UserError, match=rf"another process is writing .*{writer.output}: wait"),
+    ):
+        writer.write(tmp_path)
+    assert writer.progress(tmp_path) == 0
+    writer.write(tmp_path)
+    assert writer.progress(tmp_path) > 0
+
+
 KILLS = 30
-pytestmark = pytest.mark.slow
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-)
 
 
-@dataclass
-class Job:
-    """A command that is killed with all its processes, and started again."""
+def lines_of(path: Path) -> int:
+    """How many there are; the file may not be there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    command: list[str]
-    progress: Callable[[], int]  # lines that it has written so far
-    seed: int = 0
 
-    def start(self) -> subprocess.Popen[str]:
-        """One life."""
-        return subprocess.Popen(
-            self.command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def to_the_end(self) -> None:
-        """Let it finish."""
-        process = self.start()
-        _, errors = process.communicate(timeout=1800)
-        assert process.returncode == 0, errors
-
-    def killed_often(self) -> list[int]:
-        """Kill it at random moments; gives the lines that were there after each kill.
-
-        Every third life may end before the first line of that life is written, the others end
-        after it.
-        """
-        moments, found = random.Random(self.seed), []
-        while len(found) < KILLS:
-            begun, lines, process = time.monotonic(), self.progress(), self.start()
-            wait_for_work = len(found) % 3 > 0
-            while wait_for_work and self.progress() <= lines:
-                assert process.poll() is None, process.stderr and process.stderr.read()
-                time.sleep(0.01)
-            needed = time.monotonic() - begun
-            time.sleep(moments.uniform(0, 0.5 if wait_for_work else max(4.0, needed)))
-            assert process.poll() is None, f"it ended by itself after {len(found)} kills"
-            kill_all(process)
-            found.append(self.progress())
-        return found
+def launched(config: Path) -> subprocess.Popen[str]:
+    """Two processes that train together."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"),
+        *("--config_file", str(ROOT / "configs/accelerate/cpu2.yaml")),
+        *(str(ROOT / "train/train_heads.py"), "--config", str(config)),
+    ]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
@@ -82,67 +232,32 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def lines_of(path: Path) -> Callable[[], int]:
-    """Counts the lines of a file that may not be there yet."""
-    return lambda: path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def test_distillation_killed_thirty_times_writes_the_same_file(tmp_path: Path) -> None:
-    write_target(tmp_path / "target", max_position_embeddings=128)
-    write_conversations(tmp_path / "prompts.jsonl", 1500, seed=0)
-
-    def job(output: Path) -> Job:
-        command = [
-            *(sys.executable, "-m", "drafthead.scripts.cli", "distill"),
-            *("--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "prompts.jsonl")),
-            *("--output", str(output), "--max-new-tokens", "24", "--batch-size", "1"),
-            *("--temperature", "1", "--dtype", "float32"),
-        ]
-        return Job(command, lines_of(output))
-
-    whole, killed = job(tmp_path / "whole.jsonl"), job(tmp_path / "killed.jsonl")
-    whole.to_the_end()
-    rows = killed.killed_often()
-    killed.to_the_end()
-    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert rows == sorted(rows)  # no kill and no start takes a row away
-    print(f"\ndistillation: {KILLS} kills after {rows} rows, the same file")
-
-
-@pytest.mark.parametrize(
-    ("engine", "precision"),
-    [("cpu2", "no"), pytest.param("zero2", "bf16", marks=needs_deepspeed)],
-)
-def test_training_killed_thirty_times_repeats_every_loss(
-    engine: str, precision: str, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_two_processes_that_are_killed_thirty_times_repeat_every_loss(tmp_path: Path) -> None:
+    """Every third life may end before the first line of that life, the others end after it."""
     write_inputs(tmp_path, initializer_range=0.02)
-
-    def job(name: str) -> Job:
-        config = write_run(
-            tmp_path / f"{name}.yaml", tmp_path, {"family": "medusa"},
-            {"name": "adamw", "lr": 3e-3},
-            {"max_steps": 600, "save_every": 2, "mixed_precision": precision},
-        )  # fmt: skip
-        command = [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"),
-            *("--config_file", str(ROOT / "configs/accelerate" / f"{engine}.yaml")),
-            *(str(ROOT / "train/train_heads.py"), "--config", str(config)),
-        ]
-        return Job(command, lines_of(tmp_path / name / "metrics.jsonl"))
-
-    whole, killed = job("whole"), job("killed")
-    whole.to_the_end()
-    steps = killed.killed_often()
-    killed.to_the_end()
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
+    settings = {"max_steps": 600, "save_every": 2}
+    whole, killed = (
+        write_run(tmp_path / f"{name}.yaml", tmp_path, {"family": "medusa"},
+                  {"name": "adamw", "lr": 3e-3}, settings)
         for name in ("whole", "killed")
-    ]
-    assert len(losses[1]) == 600
+    )  # fmt: skip
+    _, errors = launched(whole).communicate(timeout=1800)
+    log, moments, found = tmp_path / "killed/metrics.jsonl", random.Random(0), list[int]()
+    while len(found) < KILLS:
+        begun, lines, process = time.monotonic(), lines_of(log), launched(killed)
+        for_work = len(found) % 3 > 0
+        while for_work and lines_of(log) <= lines:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.01)
+        needed = time.monotonic() - begun
+        time.sleep(moments.uniform(0, 0.5 if for_work else max(4.0, needed)))
+        assert process.poll() is None, f"it ended by itself after {len(found)} kills"
+        kill_all(process)
+        found.append(lines_of(log))
+    _, errors = launched(killed).communicate(timeout=1800)
+    logs = [(tmp_path / name / "metrics.jsonl").open() for name in ("whole", "killed")]
+    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
     furthest = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
-    apart = max(float((weights[0][k] - weights[1][k]).abs().max()) for k in weights[0])
-    print(f"\n{engine}: {KILLS} kills after {steps} steps, losses {furthest:.1e}, "
-          f"weights {apart:.1e} apart")  # fmt: skip
-    assert furthest <= 1e-6 and apart <= 1e-6
+    print(f"\n{KILLS} kills after {found} steps, losses {furthest:.1e} apart")
+    assert len(losses[1]) == 600 and furthest <= 1e-6, errors

@@ -1,15 +1,6 @@
-"""Distillation: what the rows say, resuming after a kill, and prompts that do not fit.
-
-Run as a program (`PYTHONPATH=tests python tests/train/distillation/test_answers.py OUTPUT`) it
-distils slowly with the fake decoder, so that a test can kill it.
-"""
+"""Distillation: what the rows say, what resuming keeps, and prompts that do not fit."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +23,8 @@ from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations, row_seed
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
-from drafthead.train.distillation.answer_source import DecoderSource
-from drafthead.train.distillation.answers import distill
 from drafthead.train.distillation.dialogue import question_of, user_turns
 from drafthead.train.distillation.distilled_file import (
-    DistilledFile,
     DistillSettings,
 )
 from drafthead.train.jobs.outputs import manifest_path
@@ -198,14 +186,6 @@ def test_rows_that_a_user_took_out_are_answered_again_and_others_kept(output: Pa
     assert rows_by_id(output) == before
 
 
-def test_a_second_process_is_refused_in_one_sentence(output: Path) -> None:
-    with DistilledFile(output, SETTINGS) as file:
-        with pytest.raises(UserError, match=r"another process is writing .*answers.jsonl: wait"):
-            distilled(FakeDecoder(), asked(2), output)
-        distill(DecoderSource(FakeDecoder()), asked(2), file)
-    assert distilled(FakeDecoder(), asked(2), output).already_done == 2
-
-
 def test_changed_prompts_are_not_taken_as_answered(output: Path) -> None:
     distilled(FakeDecoder(), asked(2), output)
     before = output.read_bytes()
@@ -214,31 +194,6 @@ def test_changed_prompts_are_not_taken_as_answered(output: Path) -> None:
         distilled(FakeDecoder(), changed, output)
     assert output.read_bytes() == before
     assert distilled(FakeDecoder(), changed, output, overwrite=True).written == 2
-
-
-def test_a_run_killed_at_any_moment_resumes_without_loss(output: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    worker = subprocess.Popen(
-        [sys.executable, __file__, str(output)],
-        env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        give_up = time.monotonic() + 300
-        while not output.exists() or output.stat().st_size < 2000:
-            assert worker.poll() is None, "the worker ended before it could be killed"
-            assert time.monotonic() < give_up, "the worker wrote nothing"
-            time.sleep(0.01)
-    finally:
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
-    killed = output.read_bytes()
-    assert 0 < killed.count(b"\n") < 400
-    report = distilled(FakeDecoder(), asked(400), output, replace(SETTINGS, batch_size=3))
-    distilled(FakeDecoder(), asked(400), tmp_path / "whole.jsonl", SETTINGS)
-    assert killed.count(b"\n") - 3 < report.already_done <= killed.count(b"\n")
-    assert output.read_bytes().startswith(killed[: killed.rindex(b"\n") + 1])
-    assert rows_by_id(output) == rows_by_id(tmp_path / "whole.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -387,12 +342,6 @@ def test_the_verb_writes_rows_and_reports(
     assert set(rows_by_id(tmp_path / "a.jsonl")) == {"prompts.jsonl:1"}
     assert "1 of 2 conversations to answer: 1 answers, at most 4 new tokens" in caplog.text
     assert "1 prompts longer than the context were skipped: prompts.jsonl:2" in result.stdout
-
-
-if __name__ == "__main__":
-    distilled(
-        FakeDecoder(delay=0.02), asked(400), Path(sys.argv[1]), replace(SETTINGS, batch_size=3)
-    )
 
 
 @pytest.mark.parametrize("other", [{"content": "b"}, {"role": "system"}, {"name": "Ann"}], ids=str)

@@ -181,20 +181,6 @@ def test_rows_with_a_cut_answer_are_left_out_for_good(output: Path, batch_size: 
     assert distilled(decoder, asked(7), output, settings).dropped == 4
 
 
-@pytest.mark.usefixtures("one_batch_in_a_window")
-@pytest.mark.parametrize("rows_left", range(3))
-def test_what_a_kill_left_of_a_batch_with_cut_answers_is_answered_again(
-    output: Path, rows_left: int
-) -> None:
-    settings = replace(SETTINGS, drop_cut=True, batch_size=4)
-    distilled(LongFirst(), asked(6), output, settings)
-    whole = output.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    output.write_bytes(b"".join(lines[:rows_left]) + lines[rows_left][:9])
-    assert distilled(LongFirst(), asked(6), output, settings).dropped == 3
-    assert output.read_bytes() == whole
-
-
 def test_a_conversation_is_not_continued_after_a_cut_answer(output: Path) -> None:
     decoder = LongFirst()
     settings = replace(SETTINGS, drop_cut=True)

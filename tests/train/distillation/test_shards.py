@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from distilled import SETTINGS, FakeDecoder, RoundedByBatch, asked, distilled
+from distilled import SETTINGS, RoundedByBatch, SomeCut, asked, distilled
 from tiny import tiny_llama
 
 from drafthead.core.errors import UserError
@@ -56,16 +56,6 @@ def test_the_digest_of_shards_is_that_of_their_rows(output: Path) -> None:
     assert source_digest(str(output)) != before
 
 
-@pytest.mark.parametrize("kept", [0, 1, 200, 1500, 2900])
-def test_a_killed_shard_resumes_alone(output: Path, whole: Path, kept: int) -> None:
-    second = distil_shards(output, 2)[1]
-    complete = second.read_bytes()
-    second.write_bytes(complete[:kept])
-    distilled(RoundedByBatch(), asked(20), output, BATCHES, shard=Shard(2, 2))
-    assert second.read_bytes() == complete
-    assert rows_by_id(output) == rows_by_id(whole)
-
-
 def test_cut_answers_are_dropped_of_shards_too(output: Path, tmp_path: Path) -> None:
     settings = replace(BATCHES, drop_cut=True, max_new_tokens=8)
     one = tmp_path / "one" / "whole.jsonl"
@@ -74,14 +64,6 @@ def test_cut_answers_are_dropped_of_shards_too(output: Path, tmp_path: Path) -> 
     for number in (1, 2):
         distilled(SomeCut(), prompts, output, settings, shard=Shard(number, 2))
     assert rows_by_id(output) == rows_by_id(one) and len(rows_by_id(one)) == 4
-
-
-class SomeCut(FakeDecoder):
-    """Answers to prompts of odd length are short."""
-
-    def answer(self, request, batch, limit):
-        self.answer_tokens = 5 if len(request.prompt) % 2 else 12
-        return super().answer(request, batch, limit)
 
 
 def test_missing_shards_are_named(output: Path) -> None:

@@ -165,17 +165,6 @@ def test_what_is_written_drafts_here_and_loads_in_transformers(configure, tmp_pa
     assert decoder.generate(prompts, max_new_tokens=24).sequences == plain.sequences
 
 
-def test_a_run_goes_on_where_it_was_stopped(configure):
-    """Twelve steps at once write what eight and then four more write."""
-    steady = ["optimizer.schedule=constant", "optimizer.warmup_ratio=0"]
-    whole, parts = (configure(name, num_layers=1) for name in ("whole", "parts"))
-    stopped = run(parts, *steady, "train.max_steps=8")
-    before = (stopped / "model.safetensors").read_bytes()
-    folders = run(whole, *steady), run(parts, *steady)
-    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
-    assert weights[0] == weights[1] != before
-
-
 def test_a_run_can_begin_with_a_draft_model(configure):
     first = run(configure("first", num_layers=1))
     second = run(configure("second", num_layers=1), f"train.init_from={first}", "train.max_steps=1")

@@ -1,11 +1,11 @@
 """Invented prompts: the same file whatever happens to a run, and what a target is asked."""
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from distilled import FakeSource
 from tiny import byte_tokenizer, write_target
 
 from drafthead.core.errors import UserError
@@ -13,31 +13,10 @@ from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.jobs.outputs import manifest_path, only_writer
+from drafthead.train.jobs.outputs import manifest_path
 from drafthead.train.prompts import invention
 from drafthead.train.prompts.invention import InventReport, TooFewMessagesError, invent
 from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
-
-SETTINGS = InventSettings("fake", batch_size=4)
-
-
-class FakeSource:
-    """Every fifth message has no end, every seventh is one that was there before."""
-
-    def __init__(self, settings: InventSettings = SETTINGS):
-        self.settings = settings
-        self.asked: list[int] = []  # batches
-
-    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
-        self.asked.append(index)
-        size = self.settings.batch_size
-        count(3 * size)
-        return [self.message(number) for number in range(index * size, (index + 1) * size)]
-
-    def message(self, number: int) -> Message:
-        topic = 0 if number % 7 == 6 else number
-        text = f"What is topic {topic} about? größer"
-        return Message(number, text, 3, number % 5 != 4, False)
 
 
 def written(path: Path, number: int, source: FakeSource | None = None) -> bytes:
@@ -68,13 +47,6 @@ def test_a_system_message_is_part_of_the_rows(tmp_path) -> None:
     assert second.messages[0]["content"] == "Be brief"
 
 
-def kill_while_drawing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = FakeSource()
-    draw = source.batch
-    monkeypatch.setattr(source, "batch", lambda *a: draw(*a) if a[0] < 2 else 1 / 0)
-    invent(source, path, 11)
-
-
 def kill_before_the_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, calls = invention.save_progress, iter(range(9))
     monkeypatch.setattr(
@@ -90,7 +62,7 @@ def kill_within_a_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_bytes(path.read_bytes()[:-20])
 
 
-@pytest.mark.parametrize("kill", [kill_while_drawing, kill_before_the_record, kill_within_a_line])
+@pytest.mark.parametrize("kill", [kill_before_the_record, kill_within_a_line])
 def test_a_killed_run_continues_to_the_same_file(
     tmp_path, whole, kill: Callable, monkeypatch
 ) -> None:
@@ -140,27 +112,6 @@ def test_a_file_that_cannot_be_continued_is_left_alone(tmp_path, change, problem
         invent(FakeSource(), path, 11)
     assert path.read_bytes() == before
     assert invent(FakeSource(), path, 6, overwrite=True).kept == 6
-
-
-def test_a_second_process_on_the_same_file_is_refused(tmp_path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    held = only_writer(tmp_path / ".prompts.jsonl.lock", path)
-    with held, pytest.raises(UserError, match=r"another process is writing .*prompts\.jsonl"):
-        invent(FakeSource(), path, 3)
-    assert not path.exists()
-    assert invent(FakeSource(), path, 3).kept == 3
-
-
-def test_a_full_disk_is_named_and_the_run_goes_on_later(tmp_path, whole, monkeypatch) -> None:
-    path = tmp_path / "prompts.jsonl"
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="disk of .* is full"):
-        patch.setattr(invention, "row_of", full)
-        invent(FakeSource(), path, 11)
-    assert written(path, 11) == whole
 
 
 def test_a_run_killed_while_it_begins_can_be_repeated(tmp_path, whole, monkeypatch) -> None:
