@@ -1,9 +1,9 @@
-"""A plugin that counts the processor seconds of each test; every run leaves them in pytest's cache.
+"""A plugin that counts the processor seconds of each file; every run leaves them in pytest's cache.
 
 Files that take long come first, or one worker ends with them while the others wait.
 
 Seconds of the worker and of the processes it waited for: what else a machine does hardly changes
-them. `python tests/durations.py` makes those of the last run the committed ones of its tests.
+them. After a whole first stage `python tests/durations.py` commits them.
 """
 
 import json
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,13 +19,22 @@ KEY = "drafthead/durations"
 COMMITTED = Path(__file__).with_name("durations.json")
 LAST = Path(__file__).parents[1] / ".pytest_cache" / "v" / KEY
 SECONDS = "processor_seconds"
-SHORT = 0.5  # seconds; the committed file names longer tests alone, and adds up the others
 
 
 def processor_seconds() -> float:
     """Used by this process and by those that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def committed() -> Counter[str]:
+    """The processor seconds of each file."""
+    return Counter(json.loads(COMMITTED.read_text())["seconds"])
+
+
+def file_of(name: str) -> str:
+    """The file of a test."""
+    return name.partition("::")[0]
 
 
 class Durations:
@@ -39,7 +47,7 @@ class Durations:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Order tests by the committed seconds of their files, from the longest on."""
-        taken = by_file(json.loads(COMMITTED.read_text()))
+        taken = committed()
         items.sort(key=lambda item: -taken[file_of(item.nodeid)])
 
     @pytest.hookimpl(wrapper=True)
@@ -66,38 +74,11 @@ class Durations:
             cache.set(KEY, self.seconds)
 
 
-def summary(seconds: dict[str, float], about: str) -> dict[str, Any]:
-    """Long tests by name, and by file the sum of its short ones; `about` says how it was found."""
-    long, short = {}, {}
-    for name, taken in sorted(seconds.items()):
-        if taken >= SHORT:
-            long[name] = round(taken, 1)
-        else:
-            file = file_of(name)
-            short[file] = round(short.get(file, 0.0) + taken, 2)
-    return {"about": about, "long": long, "short": short}
-
-
-def file_of(name: str) -> str:
-    """The file of a test."""
-    return name.partition("::")[0]
-
-
-def by_file(committed: dict[str, Any]) -> Counter[str]:
-    """The processor seconds of each file in `durations.json`."""
-    files = Counter[str](committed["short"])
-    for name, taken in committed["long"].items():
-        files[file_of(name)] += taken
-    return files
-
-
-def total(committed: dict[str, Any]) -> float:
-    """The processor seconds of all tests in `durations.json`."""
-    return by_file(committed).total()
-
-
 if __name__ == "__main__":
-    last = json.loads(LAST.read_text())
+    seconds, last = Counter[str](), json.loads(LAST.read_text())
+    for name, taken in last.items():
+        seconds[file_of(name)] += taken
     about = f"processor seconds of {len(last)} tests in one run, {date.today()}"
-    COMMITTED.write_text(json.dumps(summary(last, about), indent=1) + "\n")
-    print(f"{total(json.loads(COMMITTED.read_text())):.0f} {about}: {COMMITTED}")
+    rounded = {name: round(taken, 1) for name, taken in sorted(seconds.items())}
+    COMMITTED.write_text(json.dumps({"about": about, "seconds": rounded}, indent=1) + "\n")
+    print(f"{seconds.total():.0f} {about}: {COMMITTED}")

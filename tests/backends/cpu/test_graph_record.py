@@ -172,7 +172,13 @@ def test_an_edit_discards_the_graphs_that_it_may_be_part_of(edited, is_other, mo
     assert key() == before
 
 
-@pytest.mark.parametrize("name", ["medusa:own", "eagle3:own", "parallel:own"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eagle3:own",
+        *(pytest.param(f"{f}:own", marks=pytest.mark.thorough) for f in ("medusa", "parallel")),
+    ],
+)
 def test_a_key_depends_on_every_file_whose_code_is_traced(
     name, target, make_drafter, monkeypatch
 ) -> None:

@@ -71,8 +71,11 @@ def test_a_single_logit_that_is_no_number_is_an_error_too(target, options) -> No
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [({}, nullcontext), (SAMPLED, graphs_are_traced)],
-    ids=["greedy, compiled", "drawn, traced"],
+    [
+        pytest.param({}, nullcontext, marks=pytest.mark.thorough, id="greedy, compiled"),
+        pytest.param({}, graphs_are_traced, id="greedy, traced"),
+        pytest.param(SAMPLED, graphs_are_traced, id="drawn, traced"),
+    ],
 )
 def test_a_compiled_step_names_the_row_as_well(make_target, options, code) -> None:
     """The prompts are read eagerly; the token after them spoils the first graph's step."""

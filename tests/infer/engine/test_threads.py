@@ -68,7 +68,7 @@ def all_at_once(answers: Sequence[Answer], prompts: list[Any], rounds: int) -> l
         return [pair for part in pool.map(work, range(len(answers))) for pair in part]
 
 
-def check(answers: Sequence[Answer], alone: Answer, prompts: list[Any], rounds: int = 5) -> None:
+def check(answers: Sequence[Answer], alone: Answer, prompts: list[Any], rounds: int = 3) -> None:
     """All threads give the answers that `alone` gives while nothing else runs."""
     expected = [alone(prompt) for prompt in prompts]
     given = all_at_once(answers, prompts, rounds)
@@ -80,12 +80,12 @@ def greedy(decoder: Decoder | OracleDecoder, count: int = 4) -> Answer:
     return lambda prompt: decoder.generate([prompt], max_new_tokens=count).sequences[0]
 
 
-@pytest.mark.parametrize("lengths", PROMPTS)
 @pytest.mark.parametrize("name", ["plain", "eagle3:tree", "draft-model", "own-layers", "self"])
-def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name, lengths) -> None:
+def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name) -> None:
     drafter = None if name == "plain" else make_drafter(name, target)
     answer = greedy(Decoder(target, drafter))
-    check([answer] * THREADS, greedy(OracleDecoder(target)), PROMPTS[lengths])
+    for prompts in PROMPTS.values():
+        check([answer] * THREADS, greedy(OracleDecoder(target)), prompts, rounds=2)
 
 
 @pytest.mark.parametrize("code", ["traced", "compiled"])

@@ -1,14 +1,13 @@
-"""Tokens drawn by a compiled pass: those that torch draws, along the path that they accept."""
+"""Tokens drawn by the kernel: those that torch draws, along the path that they accept."""
 
 import pytest
 import torch
 
-from drafthead.backends.compiled import Compiled, has_kernels
-from drafthead.backends.cpu.substitutions import replacement_of
+from drafthead.backends.cpu.kernels import library
 from drafthead.core import sampling
 from drafthead.core.sampling import NO_TOKEN, SamplingConfig, probabilities, race
 
-pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
+pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 CPU = torch.device("cpu")
 FILTERS = [
     SamplingConfig(0.7),
@@ -21,21 +20,7 @@ FILTERS = [
 PARENTS = torch.tensor([-1, 0, 0, 2])
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Compiled:
-    """Any number of rows and nodes, of logits as they come out of a product."""
-    draw = replacement_of(sampling.draw, has_kernels=True)
-
-    def function(logits, tokens, parents, keys, settings):
-        return draw(logits + 0, tokens, parents, keys, settings, False)
-
-    return Compiled(
-        function,
-        CPU,
-        torch.bfloat16,
-        {"logits": "B N V", "tokens": "B N", "parents": "B N", "keys": "B N", "settings": "."},
-        variant=lambda logits, *_: logits.dtype,
-    )
+kernel = torch.ops.drafthead.draw
 
 
 def case(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +33,7 @@ def case(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [5, 64, 1000])
-def test_drawn_tokens_are_those_of_torch(kernel, dtype, size) -> None:
+def test_drawn_tokens_are_those_of_torch(dtype, size) -> None:
     """Of the root, of the second child, which is the root's token, and of its child, which is not.
 
     The first child's token is another one, so nothing is drawn after it.
@@ -62,15 +47,14 @@ def test_drawn_tokens_are_those_of_torch(kernel, dtype, size) -> None:
         root, second = expected[:, 0], expected[:, 2]
         tokens = torch.stack([root, (root + 1) % size, root, (second + 1) % size], 1)
         parents = PARENTS.repeat(200, 1)
-        with torch.inference_mode():
-            found = kernel(logits, tokens, parents, keys, settings)
+        found = kernel(logits, tokens, parents, keys, settings, False)
         on_path = torch.tensor([True, False, True, False])
         assert torch.equal(found, torch.where(on_path, expected, NO_TOKEN)), law
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("law", FILTERS[:3], ids=str)
-def test_logits_without_a_law_give_no_token(kernel, dtype, law) -> None:
+def test_logits_without_a_law_give_no_token(dtype, law) -> None:
     """NaN anywhere, +inf anywhere, -inf everywhere; the rows between them are sound."""
     logits, keys = case(dtype, 64)
     logits, keys = logits[:16, :2].clone(), keys[:16, :2]
@@ -78,21 +62,5 @@ def test_logits_without_a_law_give_no_token(kernel, dtype, law) -> None:
         logits[row, 0, place], logits[row + 6, 0, place] = torch.nan, torch.inf
     logits[13] = -torch.inf
     tree = torch.zeros(16, 2, dtype=torch.long), PARENTS[:2].repeat(16, 1)
-    with torch.inference_mode():
-        found = kernel(logits, *tree, keys, law.settings(CPU))[:, 0]
+    found = kernel(logits, *tree, keys, law.settings(CPU), False)[:, 0]
     assert (found == NO_TOKEN).nonzero().flatten().tolist() == [1, 3, 5, 7, 9, 11, 13]
-
-
-def test_the_kernel_runs(sizes_rendered) -> None:
-    """Not torch's operations in its place."""
-    rendered = sizes_rendered("draw")
-    draw = replacement_of(sampling.draw, has_kernels=True)
-    logits, keys = case(torch.float32, 5)
-    dims = {"logits": "B N .", "keys": "B N", "settings": "."}
-    compiled = Compiled(
-        lambda logits, keys, settings: draw(logits + 0, keys, keys, keys, settings, False),
-        CPU, torch.bfloat16, dims,
-    )  # fmt: skip
-    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
-        compiled(logits, keys, SamplingConfig(1.0).settings(CPU))
-    assert rendered

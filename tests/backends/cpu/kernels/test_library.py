@@ -1,36 +1,17 @@
-"""The kernels that all graphs share: compiled once, kept, and found by code of other processes."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The kernels that all graphs share are compiled once."""
 
 import pytest
-import torch
-from torch import nn
 
-from drafthead.backends.compiled import Compiled, has_kernels
 from drafthead.backends.cpu.kernels import library
 
-pytestmark = pytest.mark.skipif(not has_kernels(), reason="there are no kernels for this processor")
+pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 
 
-def library_of_a_product() -> Path:
-    """Where the library lies that a graph with a product of its own size calls, in this process."""
-    layer = nn.Linear(64, 72).bfloat16().requires_grad_(False)
-    product = Compiled(lambda x: layer(x), torch.device("cpu"), torch.bfloat16, {"x": "B ."})
-    with torch.inference_mode():
-        x = torch.randn(3, 64).bfloat16()
-        torch.testing.assert_close(product(x), layer(x), atol=0.02, rtol=0.02)
-    return library.path_of(library.text())
-
-
-def test_graphs_of_other_processes_find_the_library_that_one_has_compiled() -> None:
-    here = library_of_a_product()
-    written = here.stat().st_mtime_ns
-    there = subprocess.run([sys.executable, __file__], check=True, capture_output=True, text=True)
-    assert there.stdout.split() == [str(here)]
-    assert here.stat().st_mtime_ns == written
-
-
-if __name__ == "__main__":
-    print(library_of_a_product())
+def test_a_library_that_one_process_has_compiled_is_taken_by_the_next(monkeypatch) -> None:
+    path = library.path_of(library.text())
+    written = path.stat().st_mtime_ns
+    monkeypatch.setattr(library, "compile_library", None)
+    library.loaded.cache_clear()
+    assert library.loaded() and path.stat().st_mtime_ns == written
+    other = library.path_of(library.text() + "// of another version")
+    assert other != path and not other.exists()
