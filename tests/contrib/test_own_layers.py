@@ -128,8 +128,7 @@ def test_no_committed_token_is_read_by_the_draft(target: Target, monkeypatch) ->
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["not traced", *(pytest.param(w, marks=pytest.mark.slow) for w in ("whole", "by layer"))],
+    "way", ["not traced", *(pytest.param(w, marks=pytest.mark.slow) for w in ("whole", "by layer"))]
 )
 def test_compiled_drafts_are_the_eager_ones(monkeypatch, way: str) -> None:
     """A graph is given the keys of the layers that draft, which it knows by their own numbers."""

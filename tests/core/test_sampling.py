@@ -164,11 +164,7 @@ def test_a_race_is_exact_for_tokens_far_below_the_best() -> None:
     assert abs((tokens % 2 == 0).float().mean() - 0.75) < 5 * (0.1875 / 400) ** 0.5
 
 
-NO_LAWS = {
-    "a NaN": [0.0, torch.nan, 1],
-    "only NaN": [torch.nan] * 3,
-    "only -inf": [-torch.inf] * 3,
-}
+NO_LAWS = {"a NaN": [0.0, torch.nan, 1], "only NaN": [torch.nan] * 3, "only -inf": [-torch.inf] * 3}
 
 
 @pytest.mark.parametrize("logits", [*NO_LAWS.values(), [0.0, torch.inf, 1]], ids=str)

@@ -32,8 +32,7 @@ def steady(tmp_path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "first",
-    [0, *(pytest.param(PIECE * n, marks=pytest.mark.slow) for n in range(1, PIECES + 1))],
+    "first", [0, *(pytest.param(PIECE * n, marks=pytest.mark.slow) for n in range(1, PIECES + 1))]
 )
 def test_random_cases_are_decoded_as_by_the_target_alone(first: int) -> None:
     tally = Tally()

@@ -26,12 +26,7 @@ from drafthead.lab.exactness.exactness import (
     rounding_doubt,
     sampled_start,
 )
-from drafthead.lab.exactness.goodness_of_fit import (
-    chance_of_worse,
-    detectable,
-    fit,
-    pooled,
-)
+from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit, pooled
 from drafthead.lab.exactness.rule_law import fit_of_rule
 from drafthead.lab.exactness.target_law import OTHER, TargetLaw, penalised, places_in_law
 from drafthead.lab.races.divergence import Divergence, rounding_step

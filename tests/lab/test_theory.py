@@ -23,12 +23,7 @@ from drafthead.lab.speedup_model import (
     operations_factor,
     predict_chain,
 )
-from drafthead.lab.theory.acceptance import (
-    Share,
-    counted_alpha,
-    counted_by_depth,
-    share_of,
-)
+from drafthead.lab.theory.acceptance import Share, counted_alpha, counted_by_depth, share_of
 from drafthead.lab.theory.chains import (
     Chains,
     chain_budget,
@@ -37,11 +32,7 @@ from drafthead.lab.theory.chains import (
     model_chains,
     operations_ratio,
 )
-from drafthead.lab.theory.given_answers import (
-    GivenAnswer,
-    acceptance_chance,
-    acceptance_chances,
-)
+from drafthead.lab.theory.given_answers import GivenAnswer, acceptance_chance, acceptance_chances
 from drafthead.lab.theory.theory import mean_at_steps
 
 # Leviathan et al. (2023), Table 1: alpha, gamma, operations and speed for drafts that cost nothing.

@@ -13,9 +13,7 @@ from tiny import SPECIALS, byte_tokenizer
 import drafthead
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
-from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.base import HEADS
-from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.base import FORMATS
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
@@ -205,12 +203,6 @@ def test_generate_processes_logits_with_every_drafter(run, options) -> None:
     assert run(*HELLO, *options, "--draft", "@head")[:2] == (0, processed)
 
 
-def test_generate_with_min_p_one_is_greedy(run) -> None:
-    greedy = run(*HELLO, "--draft", "@head")[1]
-    assert run(*HELLO, "--draft", "@head", "--temperature", "1", "--set", "min_p=1")[1] == greedy
-    assert run(*HELLO, "--draft", "@head", "--temperature", "1")[1] != greedy
-
-
 def test_generate_ends_at_a_stop_string(run) -> None:
     whole = run(*HELLO, "--draft", "@head")[1].rstrip("\n")
     letter = next(c for c in whole[5:] if c.isalpha())
@@ -251,24 +243,6 @@ def test_generate_prints_the_answers_of_beam_search_with_their_scores(run) -> No
     assert status == 0 and alone == out[: len(alone)]
 
 
-def test_compare_writes_its_three_files(run, tmp_path) -> None:
-    status, out, _ = run(
-        "compare", "--target", "@target", "--draft", "@head", "--draft", "@draft",
-        "--prompts", "@prompts.jsonl", "--output", str(tmp_path / "race"), "--rounds", "1",
-        "--max-new-tokens", "6", "--limit", "1", "--temperature", "0", "--temperature", "1",
-        "--tree-nodes", "4",
-    )  # fmt: skip
-    assert status == 0 and "speedup" in out
-    content = json.loads((tmp_path / "race" / "comparison.json").read_text())
-    modes = [row["mode"] for row in content["rows"] if row["temperature"] == 0]
-    assert modes == [
-        "plain", "generate", "generate + assistant", "generate + assistant, 4", "head",
-        "head + lookup", "model draft", "model draft + lookup", "lookup",
-    ]  # fmt: skip
-    assert content["divergences"] == []
-    assert (tmp_path / "race" / "comparison.png").exists()
-
-
 def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp_path) -> None:
     """Three prompts, four ways of ours, a round: Ctrl-C comes in the second prompt."""
     decoded: list[str] = []
@@ -298,6 +272,9 @@ def test_compare_goes_on_with_what_was_raced_before_a_stop(run, monkeypatch, tmp
     monkeypatch.setattr(Ours, "decode", counted)
     assert raced(0)[::2] == (0, 12)
     whole = tokens()
+    assert (tmp_path / "comparison.png").exists()
+    modes = [row["mode"] for row in json.loads((tmp_path / "comparison.json").read_text())["rows"]]
+    assert modes == ["plain", "generate", "head", "head + lookup", "lookup"]
     assert raced(6)[::2] == (130, 6)
     status, out, answers = raced(0)
     assert (status, answers) == (0, 8) and "goes on after 1 batches" in out
@@ -367,7 +344,7 @@ def test_doctor_renders_prompts_with_the_arguments_of_the_command(
         assert found["another chat template"]["evidence"].startswith(differing)
 
 
-def test_evaluate_measures_the_tau_of_decoding(run, answers, models_folder, tmp_path) -> None:
+def test_evaluate_prints_and_writes_what_a_head_would_bring(run, answers, tmp_path) -> None:
     status, out, _ = run(
         "head", "evaluate", "@head", *TARGET, "--data", str(answers),
         "--data", "@prompts.jsonl",        "--output", str(tmp_path / "found.json"),
@@ -384,14 +361,6 @@ def test_evaluate_measures_the_tau_of_decoding(run, answers, models_folder, tmp_
     lengths = [n for answer in trace["answers"] for n in answer["lengths"][chain]]
     assert sum(lengths) / len(lengths) == pytest.approx(found["tau_chain"])
     assert {answer["temperature"] for answer in trace["answers"]} == {0.0}
-    decoder = Decoder.from_pretrained(str(models_folder / "target"))
-    head = load_head(models_folder / "head", decoder.target)
-    chains = drafter_for(head, decoder.target, TreeShape.chain(head.depth))
-    decoder = Decoder(decoder.target, chains)
-    prompts = [json.loads(line)["messages"][:1] for line in answers.read_text().splitlines()]
-    stats = decoder.generate(prompts, max_new_tokens=40).stats
-    assert found["tau_chain"] == pytest.approx(stats.tau)
-    assert f"{stats.tau:.2f}" in out
     assert found["tau_tree"]["64"] >= found["tau_chain"] >= 1
 
 
@@ -540,10 +509,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             ("verify", *TARGET, "--draft", "lookup", "--repetition-penalty", "0"),
             "repetition_penalty must be above 0, got 0",
         ),
-        (
-            ("verify", *TARGET, "--draft", "lookup", "--rule", "greedy"),
-            "would ignore temperature",
-        ),
+        (("verify", *TARGET, "--draft", "lookup", "--rule", "greedy"), "would ignore temperature"),
         (("compare", *RACE, "--draft", "@head", "--tree-nodes", "1"), "at least 2"),
         (("compare", *RACE, "--max-new-tokens", "256"), "no prompt"),
         (("compare", *RACE, "--batch-size", "0"), "--batch-size must be at least 1, got 0"),

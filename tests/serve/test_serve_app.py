@@ -236,11 +236,6 @@ def test_a_body_that_is_no_json_object_is_named(client, body: str, kind: str) ->
     assert response.json()["error"]["message"].startswith("the body is no JSON object")
 
 
-def test_an_unknown_path_has_openais_error(client) -> None:
-    response = client.get("/v1/other")
-    assert response.status_code == 404 and response.json()["error"]["message"] == "Not Found"
-
-
 def test_an_address_that_is_taken_is_refused_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -249,14 +244,6 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_loaded() -> None
     refuse_taken("127.0.0.1", 0)
     with pytest.raises(UserError, match="cannot listen at nowhere.invalid"):
         refuse_taken("nowhere.invalid", 8000)
-
-
-def test_fields_that_change_nothing_are_passed_over(client) -> None:
-    fields = {"user": "me", "metadata": {}, "best_of": 1, "suffix": None, "store": True}
-    body = {"messages": MESSAGES, "max_tokens": 2, **fields}
-    assert client.post(CHAT, json=body).status_code == 200
-    for seed in (-1, 2**80):
-        assert client.post(CHAT, json={**body, "seed": seed}).status_code == 200
 
 
 def test_facts_tokens_and_the_page(client, decoder) -> None:

@@ -18,17 +18,8 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cpu.layers import layer_code
 from drafthead.backends.cpu.layers.callable_code import ENTRY, RELEASE, for_calls
 from drafthead.backends.cpu.layers.layer_code import LayerTable
-from drafthead.backends.cpu.layers.layer_stack import (
-    LayerStack,
-    check_output,
-    without_numbers,
-)
-from drafthead.backends.recorded_calls import (
-    LayerCall,
-    LayerTensors,
-    UnlikeError,
-    recorded,
-)
+from drafthead.backends.cpu.layers.layer_stack import LayerStack, check_output, without_numbers
+from drafthead.backends.recorded_calls import LayerCall, LayerTensors, UnlikeError, recorded
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder

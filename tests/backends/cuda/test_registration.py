@@ -8,12 +8,7 @@ from architectures import ARCHITECTURES, GROUPED, tiny_model
 from tiny import VOCAB
 from tree_reference import random_ancestors
 
-from drafthead.backends.cuda.registration import (
-    NAME,
-    in_attention_of,
-    reason_against,
-    sights,
-)
+from drafthead.backends.cuda.registration import NAME, in_attention_of, reason_against, sights
 from drafthead.backends.cuda.tree_kernels import KernelCache
 from drafthead.core.errors import UserError
 from drafthead.core.target.features import NO_FEATURES

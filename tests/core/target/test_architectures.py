@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import (
-    ARCHITECTURES,
-    FEW,
-    GROUPED,
-    LATENT,
-    SIZES,
-    tiny_model,
-)
+from architectures import ARCHITECTURES, FEW, GROUPED, LATENT, SIZES, tiny_model
 from hidden_answers import check_every_right_token_is_accepted, generated
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny import HIDDEN, VOCAB

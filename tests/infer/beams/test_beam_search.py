@@ -69,10 +69,7 @@ def assert_same(found: Found, expected: Found) -> None:
 @pytest.fixture(scope="module")
 def decoders(target, make_drafter) -> dict[str, Decoder]:
     """The target alone, and as its own draft model."""
-    return {
-        "none": Decoder(target),
-        "self": Decoder(target, make_drafter("self", target), TREE),
-    }
+    return {"none": Decoder(target), "self": Decoder(target, make_drafter("self", target), TREE)}
 
 
 @pytest.fixture(scope="module")

@@ -109,8 +109,7 @@ def test_requests_that_come_and_go_get_the_eager_answers(compiled, target, make_
 
 
 @pytest.mark.parametrize(
-    "head",
-    ["parallel", *(pytest.param(f, marks=pytest.mark.slow) for f in ("eagle3", "hydra"))],
+    "head", ["parallel", *(pytest.param(f, marks=pytest.mark.slow) for f in ("eagle3", "hydra"))]
 )
 @pytest.mark.parametrize(
     "kinds", [((1, 0.0), (3, 1.0)), pytest.param(((3, 0.0), (1, 1.0)), marks=pytest.mark.slow)]

@@ -13,12 +13,6 @@ from drafthead.infer.request.text_pieces import GrowingAnswer, text_pieces, text
 TOKENIZER = byte_tokenizer()
 
 
-def test_pieces_never_cut_a_character() -> None:
-    ids = TOKENIZER("a€b", add_special_tokens=False)["input_ids"]  # five bytes
-    pieces = list(text_pieces(([token] for token in ids), TOKENIZER))
-    assert pieces == ["a", "€", "b"]
-
-
 def test_a_stream_says_what_generate_says(make_target) -> None:
     decoder = Decoder(Target(make_target(vocab=260).model, TOKENIZER))
     whole = decoder.generate("hello", max_new_tokens=30, temperature=1.0, seed=4)

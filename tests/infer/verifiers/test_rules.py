@@ -19,10 +19,7 @@ from drafthead.infer.verifiers.traversal import turns
 from drafthead.lab.exactness.exactness import greedy_differences
 
 VOCAB = 4
-SHAPES = {
-    "chain": TreeShape.chain(2),
-    "tree": TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0)]),
-}
+SHAPES = {"chain": TreeShape.chain(2), "tree": TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0)])}
 
 
 def accept(

@@ -148,8 +148,7 @@ def test_a_target_whose_sizes_are_unknown_is_refused(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [("target.placement=fsdp",), ("target.dtype=int8", "train.mixed_precision=bf16")],
+    "settings", [("target.placement=fsdp",), ("target.dtype=int8", "train.mixed_precision=bf16")]
 )
 def test_a_target_in_pieces_or_in_bytes_is_refused(configure, settings: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="only targets that are whole on their device"):

@@ -174,12 +174,7 @@ def test_a_right_server_that_shows_text_alone_passes(audited):
         ("corrupt", True, TEXT, "single tokens are not the target's: drafts are accepted"),
         ("corrupt", True, COPIES, "single tokens are not the target's"),
         ("temperature", True, SAMPLING, r"as at temperature 1\.[4-8]"),
-        (
-            "residual",
-            True,
-            SAMPLING,
-            "those that drafting brings do not",
-        ),
+        ("residual", True, SAMPLING, "those that drafting brings do not"),
         ("logprobs", True, LOGPROBS, "most are 0.0"),
     ],
 )

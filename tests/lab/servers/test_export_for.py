@@ -125,12 +125,7 @@ def test_a_server_gets_the_layout_that_it_reads(
         ("llamacpp", "parallel", {**DSPARK, "correction": "gated"}, r"head\.correction 'gated'"),
         ("vllm", "eagle", {}, r"its reader of eagle lacks head\.fc_bias True"),
         ("vllm", "hydra", {}, r"family hydra: it reads heads of the families eagle, eagle3"),
-        (
-            "vllm",
-            "parallel",
-            {},
-            r"dflash cannot .*speculators cannot .*mask_token",
-        ),
+        ("vllm", "parallel", {}, r"dflash cannot .*speculators cannot .*mask_token"),
         ("tgi", "medusa", {}, r"--for tgi: known servers are vllm, sglang, llamacpp"),
     ],
 )

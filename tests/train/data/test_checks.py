@@ -80,9 +80,7 @@ def packed(*numbers: int) -> PackedData:
     return PackedData(TokenTable.of(sequences), tuple((i,) for i in range(len(numbers))))
 
 
-def test_held_out_data_that_are_training_data_are_noticed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_held_out_data_that_are_training_data_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     check_held_out(packed(1, 2), packed(3, 4), "val.jsonl")
     assert not caplog.text
     check_held_out(packed(1, 2), packed(2, 3, 4), "val.jsonl")

@@ -83,9 +83,7 @@ def test_a_split_that_is_not_there_is_named(hub: Path) -> None:
         texts("org/name:dev")
 
 
-def test_a_name_that_cannot_be_loaded_says_how_to_write_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_that_cannot_be_loaded_says_how_to_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*names: str) -> None:
         raise ConnectionError("offline\nsecond line")
 

@@ -24,9 +24,7 @@ from drafthead.train.data.conversations import Conversation, read_conversations,
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation.dialogue import question_of, user_turns
-from drafthead.train.distillation.distilled_file import (
-    DistillSettings,
-)
+from drafthead.train.distillation.distilled_file import DistillSettings
 from drafthead.train.jobs.outputs import manifest_path
 
 pytestmark = pytest.mark.usefixtures("one_batch_in_a_window")

@@ -11,7 +11,7 @@ from drafthead.train.run.trainables import new_head, trainable
 
 def test_the_decay_grows_from_a_tenth_to_what_was_asked_for() -> None:
     assert [decay_of_step(0.5, step) for step in (0, 1, 7, 8, 1000)] == [
-        *(0.1, 2 / 11, 8 / 17, 0.5, 0.5),
+        *(0.1, 2 / 11, 8 / 17, 0.5, 0.5)
     ]
 
 

@@ -55,12 +55,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = {
         "target": {"name": str(folder / "target")},
         "data": {"train": str(folder / "train.jsonl"), "max_length": 64},
-        "optimizer": {
-            "name": "adamw",
-            "lr": 3e-3,
-            "schedule": "constant",
-            "warmup_ratio": 0.0,
-        },
+        "optimizer": {"name": "adamw", "lr": 3e-3, "schedule": "constant", "warmup_ratio": 0.0},
         "train": {"output": "", "max_steps": 6, "batch_rows": 4, "micro_batch_rows": 1},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(content))

@@ -112,8 +112,7 @@ def test_the_tau_that_is_reported_is_the_tau_of_decoding(family: str, target, ma
     result = decoder.generate(prompts, max_new_tokens=60)
     sequences = [
         TokenSequence(
-            torch.tensor(p + s, dtype=torch.int32),
-            torch.arange(len(p) + len(s)) >= len(p),
+            torch.tensor(p + s, dtype=torch.int32), torch.arange(len(p) + len(s)) >= len(p)
         )
         for p, s in zip(prompts, result.sequences, strict=True)
     ]
