@@ -1,6 +1,7 @@
 """A leaderboard on a tiny target: checked before it trains, resumable, and written whole."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -85,17 +86,17 @@ def test_a_leaderboard_is_trained_raced_and_written_and_then_left_alone(folder, 
     assert raced.stat().st_mtime_ns == before
 
 
-def test_a_failed_training_names_its_verb_and_keeps_the_others(
-    folder, in_this_process, monkeypatch
-) -> None:
-    """The training that fails is in a process of its own, as the others are for users."""
+@pytest.mark.usefixtures("in_this_process")
+def test_a_failed_training_names_its_verb_and_keeps_the_others(folder, monkeypatch) -> None:
+    """Verbs are processes of their own for users; this one fails at once."""
 
     def run(words: Iterable[str]) -> None:
         words = list(words)
         (in_its_own_process if "nowhere" in " ".join(words) else here)(words)
 
-    here = leaderboard.drafthead
+    here, start = leaderboard.drafthead, subprocess.Popen
     monkeypatch.setattr(leaderboard, "drafthead", run)
+    monkeypatch.setattr(subprocess, "Popen", lambda _: start(["false"]))
     bad = f"{{config: {folder / 'run.yaml'}, overrides: [train.init_from=nowhere]}}"
     board = load_board(
         folder / "board.yaml", [f"train.output={folder / 'failing'}", f"entries.eagle={bad}"]

@@ -12,20 +12,22 @@ KERNELS = ["tree_attention", "commit", "largest", "kept_draws", "registration"]
 
 
 @pytest.mark.parametrize(
-    ("device", "names"),
+    ("device", "names", "marked"),
     [
-        ("cpu", [*KERNELS, "decoding"]),
-        ("none", ["compiled"]),
-        pytest.param("cuda", KERNELS, marks=pytest.mark.gpu),
+        ("cpu", [*KERNELS, "decoding"], "not thorough"),
+        ("none", ["compiled"], "not thorough"),
+        pytest.param("cpu", [*KERNELS, "decoding"], "thorough", marks=pytest.mark.thorough),
+        pytest.param("none", ["compiled"], "thorough", marks=pytest.mark.thorough),
+        pytest.param("cuda", KERNELS, "", marks=pytest.mark.gpu),
     ],
-    ids=["interpreted", "compiled", "on a GPU"],
+    ids=["interpreted", "compiled", "others interpreted", "others compiled", "on a GPU"],
 )
-def test_kernels(device: str, names: list[str]) -> None:
+def test_kernels(device: str, names: list[str], marked: str) -> None:
     """All of a device in one process: starting one takes longer than most of these tests."""
     pytest.importorskip("triton")
     tests = [str(HERE / f"test_{name}.py") for name in names]
     # The other conftest.py files load what takes seconds and what no kernel needs.
-    options = "-qx", "-n0", "-pno:cacheprovider", f"--confcutdir={HERE}"
+    options = "-qx", "-n0", "-pno:cacheprovider", f"--confcutdir={HERE}", f"-m{marked}"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
         env=os.environ | {"KERNELS_ON": device},

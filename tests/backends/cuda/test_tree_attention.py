@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,13 @@ from drafthead.backends.cuda.tree_attention import Blocks, ancestor_bits, tree_a
 DEVICE = os.environ["KERNELS_ON"]
 ALONE = Blocks(splits=1, least=16, rows=16, columns=16, warps=4, stages=2)
 SPLIT = ALONE._replace(splits=4)
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+SOME_HEADS = [(8, torch.float32), (80, torch.float16), (256, torch.bfloat16)]
+
+
+def more(*values: object) -> object:
+    """A case of the second stage."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
 
 
 def check(case: Case, blocks: Blocks | None = SPLIT) -> None:
@@ -27,7 +35,7 @@ def check(case: Case, blocks: Blocks | None = SPLIT) -> None:
     assert torch.equal(case.keys, keys) and torch.equal(case.values, values)
 
 
-@pytest.mark.parametrize("ratio", range(1, 8))
+@pytest.mark.parametrize("ratio", [1, 3, 7, *map(more, (2, 4, 5, 6))])
 def test_query_heads_share_keys(ratio: int) -> None:
     check(Case(heads=2 * ratio, groups=2, lengths=(21,), device=DEVICE))
 
@@ -54,13 +62,18 @@ def test_rows_are_of_any_length(lengths: tuple[int, ...], gaps: bool) -> None:
     check(Case(lengths=lengths, gaps=gaps, device=DEVICE))
 
 
-@pytest.mark.parametrize("head_size", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    [
+        pair if pair in SOME_HEADS else more(*pair)
+        for pair in product([8, 64, 80, 96, 128, 256], DTYPES)
+    ],
+)
 def test_heads_are_of_any_size(head_size: int, dtype: torch.dtype) -> None:
     check(Case(head_size=head_size, dtype=dtype, lengths=(21,), device=DEVICE))
 
 
-@pytest.mark.parametrize("window", [1, 2, 20])
+@pytest.mark.parametrize("window", [1, more(2), 20])
 @pytest.mark.parametrize("blocks", [ALONE, SPLIT])
 def test_a_node_sees_from_its_first_column_on(window: int, blocks: Blocks) -> None:
     check(Case(window=window, lengths=(5, 60), device=DEVICE), blocks)

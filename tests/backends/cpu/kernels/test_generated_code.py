@@ -82,7 +82,8 @@ class Step(nn.Module):
 
 
 DIMS = {
-    "x": "B .", "y": "B .", "each": ". B .", "query": "B . N .", "keys": "B . . .", "values": "B . . .",
+    "x": "B .", "y": "B .", "each": ". B .", "query": "B . N .", "keys": "B . . .",
+    "values": "B . . .",
     "mask": "B . N S", "logits": "B N .", "tokens": "B N", "parents": "B N", "draws": "B N",
     "settings": ".", "source": "B P", "place": "B P",
 }  # fmt: skip
