@@ -154,7 +154,9 @@ def p_values(evidence: Evidence) -> tuple[float, float]:
     return chance_of_worse(parts[1]), chance_of_worse(parts[2])
 
 
-@pytest.mark.parametrize("drafter", ["medusa:tree", "draft-model"])
+@pytest.mark.parametrize(
+    "drafter", [pytest.param("medusa:tree", marks=pytest.mark.thorough), "draft-model"]
+)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_lossless_answers_pass(small, make_drafter, name, drafter) -> None:
     decoder = Decoder(small, make_drafter(drafter, small))

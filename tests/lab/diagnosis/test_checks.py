@@ -1,8 +1,8 @@
 """Planted faults, each found by its name; a healthy head has none."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,30 @@ def seen(target: Target, head: DraftHead, source: Path, **provenance: Any) -> Ex
     return examine(Patient(target, "target", head, provenance, conversations, table))
 
 
-def faults(examination: Examination) -> dict[str, str]:
-    """What to do, by the name of the fault."""
-    found = {name: look(examination) for name, look in CHECKS.items()}
-    return {name: f.remedy for name, f in found.items() if f is not None and f.remedy is not None}
+@dataclass
+class Faults(Mapping[str, str]):
+    """What to do, by the name of the fault; only what is asked for is looked for."""
+
+    examination: Examination
+
+    def __getitem__(self, name: str) -> str:
+        assert name in CHECKS
+        found = CHECKS[name](self.examination)
+        if found is None or found.remedy is None:
+            raise KeyError(name)
+        return found.remedy
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in CHECKS if name in self)
+
+    def __len__(self) -> int:
+        return len(list(self))
 
 
 def test_a_healthy_head_has_no_fault(target: Target, head: DraftHead, healthy: Path):
     own = {"target_weights": weights_fingerprint(target), "supervised_tokens": 2_000_000}
     examination = seen(target, head, healthy, **own, evaluation={"tau_chain": 2.0})
-    assert faults(examination) == {}
+    assert not list(Faults(examination))
     looked = {name for name, look in CHECKS.items() if look(examination) is not None}
     assert looked == {*CHECKS} - {"training data among the answers"}, "every check had its say"
 
@@ -122,7 +136,7 @@ def test_a_healthy_head_has_no_fault(target: Target, head: DraftHead, healthy: P
 def test_a_model_that_did_not_write_the_answers_is_found(
     target: Target, head: DraftHead, tmp_path: Path
 ):
-    found = faults(seen(target, head, write_answers(tmp_path / "other.jsonl", model(seed=3))))
+    found = Faults(seen(target, head, write_answers(tmp_path / "other.jsonl", model(seed=3))))
     assert "the target's own answers" in found["answers of another model"]
 
 
@@ -130,7 +144,7 @@ def test_sampled_answers_are_told_from_those_of_another_model(
     target: Target, head: DraftHead, tmp_path: Path
 ):
     source = write_answers(tmp_path / "sampled.jsonl", target, temperature=1.0)
-    found = faults(seen(target, head, source))
+    found = Faults(seen(target, head, source))
     assert "answers of another model" not in found
     assert "greedy answers" in found["answers sampled at a temperature"]
 
@@ -141,7 +155,7 @@ def test_prompts_of_another_template_are_found(
 ):
     """A beginning that is there twice; a prompt that does not ask for an answer."""
     source = write_answers(tmp_path / "prompts.jsonl", target, prompt=change)
-    assert "another chat template" in faults(seen(target, head, source))
+    assert "another chat template" in Faults(seen(target, head, source))
 
 
 def test_a_date_of_another_day_is_no_other_template(
@@ -155,8 +169,8 @@ def test_a_date_of_another_day_is_no_other_template(
         patch.setattr("transformers.utils.chat_template_utils.datetime", then)
         source = write_answers(tmp_path / "dated.jsonl", target)
         other = write_answers(tmp_path / "other.jsonl", target, prompt=lambda ids: ids[:-1])
-    assert "another chat template" not in faults(seen(target, head, source))
-    assert "another chat template" in faults(seen(target, head, other))
+    assert "another chat template" not in Faults(seen(target, head, source))
+    assert "another chat template" in Faults(seen(target, head, other))
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -164,7 +178,7 @@ def test_taps_beside_the_right_ones_are_found(
     target: Target, head: DraftHead, healthy: Path, shift: int
 ):
     off = trained_copy(head, taps=tuple(tap + shift for tap in head.config.taps))
-    assert "set the taps to [1, 2]" in faults(seen(target, off, healthy))["taps of other layers"]
+    assert "set the taps to [1, 2]" in Faults(seen(target, off, healthy))["taps of other layers"]
 
 
 def trained_copy(head: DraftHead, **changes: Any) -> DraftHead:
@@ -181,7 +195,7 @@ def test_a_draft_vocabulary_of_ids_instead_of_differences_is_found(
     damaged = trained_copy(head)
     damaged.d2t.copy_(damaged.draft_ids)
     patient = replace(examination.patient, head=damaged)
-    assert "damaged draft vocabulary" in faults(replace(examination, patient=patient))
+    assert "damaged draft vocabulary" in Faults(replace(examination, patient=patient))
 
 
 def test_a_draft_vocabulary_of_other_text_is_found(target: Target, head: DraftHead, healthy: Path):
@@ -190,31 +204,31 @@ def test_a_draft_vocabulary_of_other_text_is_found(target: Target, head: DraftHe
     other = cls(cls.sized(cls.config_class(draft_vocab_size=40), target))
     other.prepare((torch.arange(target.vocab_size) >= 200).long())
     other.initialize(target)
-    assert "tokens outside the draft vocabulary" in faults(seen(target, other, healthy))
+    assert "tokens outside the draft vocabulary" in Faults(seen(target, other, healthy))
 
 
 def test_answers_without_an_end_are_found(target: Target, head: DraftHead, tmp_path: Path):
     source = write_answers(tmp_path / "cut.jsonl", target, ends=False)
-    assert "answers that were cut" in faults(seen(target, head, source))
+    assert "answers that were cut" in Faults(seen(target, head, source))
 
 
 def test_loops_are_found(target: Target, head: DraftHead, tmp_path: Path):
     source = write_answers(tmp_path / "loops.jsonl", target, answer=lambda ids: ids[:10] * 6)
-    assert "answers that repeat themselves" in faults(seen(target, head, source))
+    assert "answers that repeat themselves" in Faults(seen(target, head, source))
 
 
 def test_answers_that_were_trained_on_are_found(target: Target, head: DraftHead, healthy: Path):
     settings = {"data": {"train": str(healthy), "max_length": 256}}
-    found = faults(seen(target, head, healthy, settings=settings))
+    found = Faults(seen(target, head, healthy, settings=settings))
     assert str(healthy) in found["training data among the answers"]
     gone = {"data": {"train": "gone.jsonl", "max_length": 256}}
-    assert "training data among the answers" not in faults(
+    assert "training data among the answers" not in Faults(
         seen(target, head, healthy, settings=gone)
     )
 
 
 def test_a_head_of_another_target_is_found(target: Target, head: DraftHead, healthy: Path):
-    found = faults(seen(target, head, healthy, target_weights=weights_fingerprint(model(seed=3))))
+    found = Faults(seen(target, head, healthy, target_weights=weights_fingerprint(model(seed=3))))
     assert "another target" in found
 
 
@@ -223,11 +237,11 @@ def test_a_target_of_seven_bits_is_found(target: Target, head: DraftHead, health
     rounded = Target(target.model, target.tokenizer)
     rounded.in_bytes = True
     patient = replace(examination.patient, target=rounded)
-    assert "another target" in faults(replace(examination, patient=patient))
+    assert "another target" in Faults(replace(examination, patient=patient))
 
 
 def test_answers_of_another_kind_are_found(target: Target, head: DraftHead, healthy: Path):
-    found = faults(seen(target, head, healthy, evaluation={"tau_chain": 9.0}))
+    found = Faults(seen(target, head, healthy, evaluation={"tau_chain": 9.0}))
     assert "another kind" in found["too little training, or too much"]
 
 
@@ -235,13 +249,13 @@ def test_too_little_training_is_found(target: Target, healthy: Path):
     torch.manual_seed(0)
     cls = HEADS["eagle3"]
     fresh = cls(cls.sized(cls.config_class(), target))
-    found = faults(seen(target, fresh, healthy, supervised_tokens=1000))
+    found = Faults(seen(target, fresh, healthy, supervised_tokens=1000))
     assert "train on more answers" in found["too little training, or too much"]
 
 
 def test_too_little_training_is_found_however_long_the_chains_are(target, head, healthy):
     few, many = (
-        faults(seen(target, head, healthy, supervised_tokens=tokens))
+        Faults(seen(target, head, healthy, supervised_tokens=tokens))
         for tokens in (999_999, 1_000_000)
     )
     assert "train on more answers" in few["too little training, or too much"]
@@ -251,7 +265,7 @@ def test_too_little_training_is_found_however_long_the_chains_are(target, head, 
 def test_the_depth_at_which_guesses_fail_is_found(target: Target, head: DraftHead, healthy: Path):
     examination = seen(target, head, healthy)
     worse = replace(examination.evaluation, alpha=(0.8, 0.7, 0.2))
-    remedy = faults(replace(examination, evaluation=worse))["depth at which acceptance falls"]
+    remedy = Faults(replace(examination, evaluation=worse))["depth at which acceptance falls"]
     assert "depth_decay" in remedy
 
 

@@ -27,7 +27,7 @@ from drafthead.scripts import cli
 from drafthead.train.distillation.connection import Connection, ServedModel
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
-NEW = 16
+NEW = 8
 
 
 @dataclass
@@ -139,7 +139,7 @@ def test_a_right_server_passes(audited):
     found = audited()
     assert set(found) == {TEXT, COPIES, TEMPLATE, LOGPROBS, SAMPLING, DRAFTS}
     assert not [name for name, one in found.items() if one.is_fault]
-    assert "48 tokens in 3 answers" in found[TEXT].evidence
+    assert "24 tokens in 3 answers" in found[TEXT].evidence
     assert "of 3 drafts 0%" in found[DRAFTS].evidence  # what was counted before is no part of it
 
 
