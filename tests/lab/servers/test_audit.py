@@ -5,8 +5,9 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class Faulty(Completions):
 
     fault: str = ""
     drafts: int = 0  # counted
-    prompts: list[list[int]] = field(default_factory=list)  # of chats, as they were read
+    known: ClassVar[dict[tuple[int, ...], torch.Tensor]] = {}  # logits after texts, of all tests
 
     def shown(self, path: str) -> dict | str | None:
         if path != "/metrics":
@@ -81,10 +82,13 @@ class Faulty(Completions):
         """Tokens one by one; every fourth one is wrong where drafted ones are to be."""
         generator, ids, logprobs = torch.Generator().manual_seed(seed), [], []
         for place in range(count):
+            text = *prompt, *ids
             with self.lock:
-                logits = self.decoder.target.plain_logits(prompt, torch.tensor([ids]).long(), 1)
-            context = torch.tensor([[*prompt, *ids]])
-            logits = RepetitionPenaltyLogitsProcessor(penalty)(context, logits[0].float())
+                if text not in self.known:
+                    given = prompt, torch.tensor([ids]).long(), 1
+                    self.known[text] = self.decoder.target.plain_logits(*given)[0].float()
+            context, logits = torch.tensor([text]), self.known[text].clone()
+            logits = RepetitionPenaltyLogitsProcessor(penalty)(context, logits)
             law = logits[0].log_softmax(-1)
             token = int(law.argmax())
             if temperature and place and self.fault == "residual":
