@@ -1,6 +1,7 @@
 """Targets, heads and drafters for the tests; nothing here needs a network or a GPU."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import session_folder  # before transformers is imported, which looks for the user's home
@@ -51,6 +52,22 @@ def pytest_unconfigure() -> None:
 def _few_threads() -> None:
     """Tiny models only lose time to threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def drafthead(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: status, output and errors of some words."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        from drafthead.scripts import cli
+
+        monkeypatch.setattr(sys, "argv", ["drafthead", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return stop.value.code or 0, printed.out, printed.err
+
+    return run
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from listening import Listener
 from tiny import END, byte_tokenizer, random_prompts, tiny_llama
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
@@ -18,7 +19,6 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
@@ -187,19 +187,6 @@ def test_torchs_seed_fixes_samples_and_several_answers_differ(target, callables)
         answers.append(target.model.generate(**call, custom_generate=callables["self"]))
     assert answers[0].equal(answers[1]) and not answers[0].equal(answers[2])
     assert answers[0].shape == (6, LONGEST + 12) and not answers[0][0].equal(answers[0][1])
-
-
-class Listener(BaseStreamer):
-    """Writes down what it hears."""
-
-    def __init__(self) -> None:
-        self.heard: list[object] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        self.heard.append("end")
 
 
 @pytest.mark.parametrize("way", WAYS)

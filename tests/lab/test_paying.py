@@ -1,7 +1,6 @@
 """Acceptance traces, cost curves, and what they tell together."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from drafthead.lab.paying.acceptance_trace import (
 )
 from drafthead.lab.paying.costs import CostCurve, StepTime, read_costs
 from drafthead.lab.paying.forecast import Forecasts
-from drafthead.scripts import cli
 from drafthead.train.data.packing import PackedData
 from drafthead.train.data.sequences import TokenSequence, TokenTable
 from drafthead.train.learning.ranks import Ranked, RankedAnchors, count_paths
@@ -109,20 +107,15 @@ def test_costs_are_read_from_what_the_verbs_and_the_gpu_benchmark_write(tmp_path
         read_costs([SMOLLM2 / "comparison.json"], None, "eagle3")
 
 
-def test_the_verb_prints_and_writes_and_refuses_what_is_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_prints_and_writes_and_refuses_what_is_no_trace(tmp_path: Path, drafthead) -> None:
     sizes, answers = traced([ranked_rows()])
     AcceptanceTrace("target", "head", "eagle3", sizes, answers).write(tmp_path / "trace.json")
 
     def pays(trace: Path) -> tuple[int, str]:
         words = ["--trace", str(trace), "--cost", str(RECORDED), "--model", "8B compiled layers"]
         output = ["--output", str(tmp_path / "pays.json")]
-        monkeypatch.setattr(sys, "argv", ["drafthead", "explain", "pays", *words, *output])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
-        return stop.value.code or 0, printed.out + printed.err
+        status, out, err = drafthead("explain", "pays", *words, *output)
+        return status, out + err
 
     status, printed = pays(tmp_path / "trace.json")
     assert status == 0

@@ -47,16 +47,12 @@ def models_folder(tmp_path_factory, make_target, make_head) -> Path:
 
 
 @pytest.fixture
-def run(models_folder, monkeypatch, capsys):
+def run(models_folder, drafthead):
     """Run `drafthead ...` in this process; `@name` stands for a path in the models folder."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         words = [f"{models_folder}/{a[1:]}" if a.startswith("@") else a for a in arguments]
-        monkeypatch.setattr(sys, "argv", ["drafthead", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        output = capsys.readouterr()
-        return stop.value.code or 0, output.out, output.err
+        return drafthead(*words)
 
     return run
 

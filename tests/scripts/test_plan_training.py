@@ -12,7 +12,6 @@ from runs import write_inputs, write_run
 from drafthead.core.errors import UserError
 from drafthead.lab import planned_training
 from drafthead.lab.planned_training import Trial
-from drafthead.scripts import cli
 
 
 @pytest.fixture
@@ -23,18 +22,14 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(config: Path, tmp_path: Path, monkeypatch, capsys):
+def plan(config: Path, tmp_path: Path, drafthead):
     """The verb in this process: status, output, errors, and the JSON file if it was written."""
 
     def plan(*arguments: str) -> tuple[int, str, str, dict]:
         file = tmp_path / "plan.json"
-        words = ["train", "--plan", "--config", str(config), "--output", str(file), *arguments]
-        monkeypatch.setattr(sys, "argv", ["drafthead", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
-        record = json.loads(file.read_text()) if file.exists() else {}
-        return stop.value.code or 0, printed.out, printed.err, record
+        words = ("train", "--plan", "--config", config, "--output", file, *arguments)
+        printed = drafthead(*words)
+        return *printed, json.loads(file.read_text()) if file.exists() else {}
 
     return plan
 

@@ -1,7 +1,6 @@
 """`drafthead compare --theory` from the command line: two GPT-2s, the demo pair, and bad input."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,24 +8,18 @@ import torch
 from tiny import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from drafthead.scripts import cli
-
 ASSETS = Path(__file__).parents[2] / "assets"
 
 
 @pytest.fixture
-def theory(monkeypatch, capsys, tmp_path):
+def theory(drafthead, tmp_path):
     """Run `drafthead compare --theory ...`; status, what it printed, and theory.json."""
 
     def run(*arguments: object) -> tuple[int, str, dict]:
-        words = [*map(str, arguments), "--output", str(tmp_path / "out")]
-        monkeypatch.setattr(sys, "argv", ["drafthead", "compare", "--theory", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
+        words = (*arguments, "--output", tmp_path / "out")
+        status, out, err = drafthead("compare", "--theory", *words)
         file = tmp_path / "out" / "theory.json"
-        content = json.loads(file.read_text()) if file.exists() else {}
-        return stop.value.code or 0, printed.out + printed.err, content
+        return status, out + err, json.loads(file.read_text()) if file.exists() else {}
 
     return run
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from listening import Listener
 from tiny import END, byte_tokenizer, random_prompts
 from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
 from transformers.generation.stopping_criteria import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
@@ -52,19 +52,6 @@ def test_several_answers_to_each_prompt_have_a_seed_each(decoder, asked) -> None
         assert alone.sequences == [answer]
     with pytest.raises(UserError, match="9 answers need 9 seeds or one, got 3"):
         decoder.generate(PROMPTS, seed=[1, 2, 3], **asked)
-
-
-class Listener(BaseStreamer):
-    """Writes down what it hears."""
-
-    def __init__(self) -> None:
-        self.heard: list[object] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        self.heard.append("end")
 
 
 def test_a_streamer_hears_what_it_hears_in_transformers(target, decoder) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
 from drafthead.lab.servers.asked import AskedServer, Counted, counted
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
-from drafthead.scripts import cli
 from drafthead.train.distillation.connection import Connection, ServedModel
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
@@ -194,18 +192,12 @@ def test_tokens_that_the_target_does_not_have_name_another_model(audited):
 
 
 @pytest.mark.parametrize("fault", ["", "logprobs"])
-def test_the_verb_prints_a_verdict_and_its_status_says_it(
-    decoder, fault, tmp_path, monkeypatch, capsys
-):
+def test_the_verb_prints_a_verdict_and_its_status_says_it(decoder, fault, tmp_path, drafthead):
     record = tmp_path / "audit.json"
     with serving(Faulty(decoder, fault=fault)) as url:
-        words = ["audit", url, "--target", str(MODEL), "--limit", "2", "--samples", "40"]
-        words += ["--max-new-tokens", "8", "--output", str(record)]
-        monkeypatch.setattr(sys, "argv", ["drafthead", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    out = capsys.readouterr().out
-    assert (stop.value.code or 0) == bool(fault)
+        words = ("--limit", "2", "--samples", "40", "--max-new-tokens", "8", "--output", record)
+        status, out, _ = drafthead("audit", url, "--target", MODEL, *words)
+    assert status == bool(fault)
     assert ("FAIL: log-probabilities" if fault else "PASS: ") in out and TEMPLATE in out
     assert bool(json.loads(record.read_text())["findings"][LOGPROBS]["remedy"]) == bool(fault)
 

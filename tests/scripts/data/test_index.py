@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ from tiny import byte_tokenizer
 from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer.drafters.store_lookup import load_table
 from drafthead.lab.reports.index import answers
-from drafthead.scripts import cli
 from drafthead.train.data.sequences import TokenSequence
 
 PROMPTS = 200  # of which some four are left out, to measure on
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, drafthead):
     """Run the verb on conversations; returns status, output and errors."""
     byte_tokenizer().save_pretrained(tmp_path / "target")
 
@@ -31,12 +29,7 @@ def run(tmp_path, monkeypatch, capsys):
                 answer = {"role": "assistant", "content": "abcd " * (2 + number % 7)}
                 file.write(json.dumps({"messages": [question, answer]}) + "\n")
         words = ["--data", f"{tmp_path}/data.jsonl", "--target", f"{tmp_path}/target"]
-        words += ["--output", str(output), *more]
-        monkeypatch.setattr(sys, "argv", ["drafthead", "data", "index", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        shown = capsys.readouterr()
-        return stop.value.code or 0, shown.out, shown.err
+        return drafthead("data", "index", *words, "--output", output, *more)
 
     return run
 

@@ -1,6 +1,5 @@
 """Heads on the hub: uploaded with a card, and taken by name like a folder."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,6 @@ from written import random_head
 
 from drafthead.core.target.target import Target
 from drafthead.heads.formats.drafthead import save_head
-from drafthead.scripts import cli
 
 NAME = "me/small-medusa"
 
@@ -38,7 +36,7 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def drafthead(hub: Hub, tmp_path: Path, monkeypatch, capsys) -> Run:
+def drafthead(drafthead, hub: Hub, tmp_path: Path, monkeypatch) -> Run:
     """The command in this process, with this hub or another and a cache of its own."""
     monkeypatch.setenv("HF_TOKEN", "hf_planted")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
@@ -52,11 +50,7 @@ def drafthead(hub: Hub, tmp_path: Path, monkeypatch, capsys) -> Run:
             "HUGGINGFACE_CO_URL_TEMPLATE",
             endpoint + "/{repo_id}/resolve/{revision}/{filename}",
         )
-        monkeypatch.setattr(sys, "argv", ["drafthead", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
-        return Ended(stop.value.code or 0, printed.out, printed.err)
+        return Ended(*drafthead(*arguments))
 
     return run
 

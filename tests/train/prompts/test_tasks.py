@@ -3,13 +3,11 @@
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from drafthead.core.errors import UserError
-from drafthead.scripts import cli
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.prompts.tasks import (
     TASKS,
@@ -125,15 +123,12 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
         Tasks.read(tmp_path / "tasks.yaml")
 
 
-def test_the_verb_writes_what_distill_reads(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_verb_writes_what_distill_reads(tmp_path: Path, drafthead) -> None:
     rows = [{"messages": conversation(words(80, first)).messages} for first in (0, 100)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words_ = ["--about", f"{tmp_path}/a.jsonl", "--number", "5", "--output", f"{tmp_path}/b.jsonl"]
-    monkeypatch.setattr(sys, "argv", ["drafthead", "data", "invent", *words_])
-    for status in (None, 2):  # a second run leaves the file alone
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert (stop.value.code or None) == status
+    status, out, _ = drafthead("data", "invent", *words_)
+    assert status == 0 and "5 prompts about 2 texts" in out
+    assert drafthead("data", "invent", *words_)[0] == 2  # a second run leaves the file alone
     written = [json.loads(line) for line in (tmp_path / "b.jsonl").open()]
     assert [row["id"] for row in written] == [f"about-0-{n}" for n in range(5)]
-    assert "5 prompts about 2 texts" in capsys.readouterr().out

@@ -45,7 +45,6 @@ def test_copies_for_each_head_are_not_made(repeated, found) -> None:
     assert torch.equal(traced(*arguments), layer(*arguments))
 
 
-@pytest.mark.thorough  # in a graph by itself: above
 def test_the_passes_of_a_model_copy_no_keys(monkeypatch) -> None:
     found: list[list[int]] = []
     share_keys = rewrites.share_keys
