@@ -12,6 +12,7 @@ from time import sleep
 
 import pytest
 import torch
+from forks import forked, status_of
 from tiny import byte_tokenizer
 from transformers import LlamaForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
@@ -214,34 +215,29 @@ def test_a_conversion_that_was_cut_short_is_made_again(exported, tmp_path, monke
 @pytest.mark.parametrize(
     ("signals", "status"), [((signal.SIGTERM,), 143), ((signal.SIGHUP,), 129), ((), 2)]
 )
-def test_nothing_is_left_where_launching_ends(tmp_path, signals, status):
+def test_nothing_is_left_where_launching_ends(tmp_path, signals, status, monkeypatch):
     """Of a server that answers until it is stopped, or ends with an error by itself."""
     dies = ANSWERS.replace("serve_forever()", "handle_request(); sys.exit(7)")
     text = ANSWERS if signals else dies.replace("import http.server", "import sys, http.server")
     (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
-    run = (
-        "import sys\nfrom pathlib import Path\n"
-        "from drafthead.core.errors import UserError\n"
-        "from drafthead.lab.servers.export_for import Served\n"
-        "from drafthead.lab.servers.launch import launch\n"
-        "try: launch(Path(sys.argv[1]), Served('vllm', 'h', 'l', 'm', 'some/target', 3, ''))\n"
-        "except UserError as error: print(error); sys.exit(2)\n"
-    )
-    environment = {**os.environ, "VLLM": program(tmp_path, text), "PORT": "18465"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", run, str(tmp_path)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    monkeypatch.setenv("VLLM", program(tmp_path, text))
+    monkeypatch.setenv("PORT", "18465")
+
+    def launched() -> None:
+        try:
+            launch(tmp_path, Served("vllm", "h", "l", "m", "some/target", 3, ""))
+        except UserError as error:
+            print(error)
+            sys.exit(2)
+
+    child, said = forked(launched)
     told = ""
     while "drafthead audit" not in told:
-        told += process.stdout.readline()
+        told += said.readline()
     for number in signals:
-        process.send_signal(number)
-    rest = process.stdout.read()
-    assert process.wait(60) == status, rest
+        os.kill(child, number)
+    rest = said.read()
+    assert status_of(child) == status, rest
     assert signals or "ended with status 7" in rest
     assert not is_ready("http://127.0.0.1:18465")
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from drafthead.backends.cpu.kernels import library, packing
+from drafthead.core.target.seven_bits import rounded
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 INNER, SIZE = 96, 160
@@ -27,11 +28,11 @@ def gated(x: torch.Tensor, weights: torch.Tensor, in_bytes: bool = False) -> tor
 def test_the_function_equals_float64_up_to_its_roundings(weights, rows, in_bytes) -> None:
     """With weights in bytes it is that of the rounded weights."""
     torch.manual_seed(rows)
-    x, exact = 3 * torch.randn(rows, INNER).bfloat16(), weights
+    x, exact = 3 * torch.randn(rows, INNER).bfloat16(), weights.double()
     if in_bytes:
-        packed = [packing.pack([weight], False, True) for weight in weights]
-        exact = torch.stack([packing.unpacked(each, INNER).flatten(0, 1) for each in packed])
-    gate, up = (functional.linear(x.double(), w.double()).bfloat16().double() for w in exact)
+        numbers, scales = rounded(weights)
+        exact = numbers.double() * scales[..., None].double()
+    gate, up = (functional.linear(x.double(), w).bfloat16().double() for w in exact)
     expected = functional.silu(gate).bfloat16().double() * up
     found = gated(x, weights, in_bytes).double()
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=4e-3)
