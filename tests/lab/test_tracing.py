@@ -19,8 +19,17 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "match", "rejection"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(
+            *(name, options), id=f"{name}-{options.get('verifier', 'greedy')}",
+            marks=() if options is OPTIONS[0] or name == "medusa:tree" else pytest.mark.thorough,
+        )
+        for name in DRAFTERS
+        for options in OPTIONS
+    ],
+)  # fmt: skip
 def test_a_trace_tells_the_steps_of_generate(make_drafter, target, name, options) -> None:
     decoder = Decoder(target, make_drafter(name, target))
     options = {**options, "max_new_tokens": 24, "seed": 3}

@@ -76,14 +76,14 @@ def test_a_trial_that_fails_is_reported_and_the_plan_stands(plan, monkeypatch) -
 @pytest.mark.parametrize(
     ("ends", "is_memory"),
     [
-        ("raise torch.OutOfMemoryError('CUDA out of memory')", True),
+        ("import torch; raise torch.OutOfMemoryError('CUDA out of memory')", True),
         ("os.kill(os.getpid(), signal.SIGKILL)", True),
         ("sys.exit('cannot load the model')", False),
     ],
 )
 def test_a_trial_says_whether_the_memory_was_short(monkeypatch, ends: str, is_memory: bool) -> None:
     run = subprocess.run
-    program = f"import os, signal, sys, torch; {ends}"
+    program = f"import os, signal, sys; {ends}"
     monkeypatch.setattr(
         subprocess, "run", lambda command, **how: run([command[0], "-c", program], **how)
     )

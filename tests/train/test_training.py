@@ -92,6 +92,11 @@ def entered(monkeypatch, capsys) -> Callable[[Path], tuple[int, str]]:
     return enter
 
 
+def more(family: str) -> object:
+    """A family of the second stage."""
+    return pytest.param(family, marks=pytest.mark.thorough)
+
+
 def losses(folder: Path) -> list[float]:
     """The loss of each step; a step that is missing or there twice fails the test."""
     return column(folder, "loss")
@@ -489,16 +494,19 @@ def test_a_finished_run_goes_on_when_it_is_to_last_longer(configure):
         run(config, "train.max_steps=9", "optimizer.lr=0.01")
 
 
-def test_a_run_can_begin_with_the_weights_of_another(family: str, configure, target: Target):
-    first = run(configure("first", family))
-    second = configure("second", family, max_steps=1, init_from=str(first))
+@pytest.mark.parametrize(
+    "of", ["medusa", "eagle3", *map(more, sorted({*HEADS} - {"medusa", "eagle3"}))]
+)
+def test_a_run_can_begin_with_the_weights_of_another(of: str, configure, target: Target):
+    first = run(configure("first", of))
+    second = configure("second", of, max_steps=1, init_from=str(first))
     frozen = ["optimizer.lr=1e-12", "optimizer.muon_lr=1e-12"]
     continued = load_head(run(second, *frozen), target).state_dict()
     for name, tensor in load_head(first, target).state_dict().items():
         torch.testing.assert_close(continued[name], tensor, msg=name)
 
 
-@pytest.mark.parametrize("layered", ["eagle", "eagle3", "parallel"])
+@pytest.mark.parametrize("layered", [more("eagle"), "eagle3", more("parallel")])
 def test_layers_that_the_other_head_lacks_change_nothing_at_first(layered: str, configure, target):
     first = run(configure("first", layered), "head.num_layers=1")
     same, deeper = (

@@ -124,7 +124,7 @@ def test_graphs_of_another_model_or_under_other_settings_are_not_taken(caplog) -
     assert [r.message for r in caplog.records if "each process compiles" in r.message]
 
 
-@pytest.mark.parametrize("damage", ["changed", "foreign"])
+@pytest.mark.parametrize("damage", ["changed", pytest.param("foreign", marks=pytest.mark.thorough)])
 def test_a_damaged_file_is_replaced_with_one_warning(damage, traces, tmp_path, caplog) -> None:
     own = Scaler(Scaled())
     own.compiled()(X, Y)

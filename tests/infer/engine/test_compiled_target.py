@@ -37,8 +37,14 @@ pytestmark = pytest.mark.usefixtures("code")
 
 
 @pytest.fixture(scope="module")
+def target(make_target) -> Target:
+    """Of one layer, which is traced in half of the time of two."""
+    return make_target(seed=0, layers=1)
+
+
+@pytest.fixture(scope="module")
 def compiled(make_target, code) -> CompiledTarget:
-    return CompiledTarget(make_target(seed=0))
+    return CompiledTarget(make_target(seed=0, layers=1))
 
 
 def prompts(rows: int, length: int = 6) -> list[list[int]]:
@@ -163,7 +169,9 @@ def test_compiled_heads_draft_as_eager_ones_and_make_no_graph_twice(
 )
 def test_after_a_warm_up_the_last_row_of_a_batch_makes_no_graph(make_target, drafter) -> None:
     """Two rows end after 3 tokens, the third goes on alone."""
-    decoder = Decoder(CompiledTarget(make_target(seed=1)), drafter, adaptive=drafter is not None)
+    decoder = Decoder(
+        CompiledTarget(make_target(seed=1, layers=1)), drafter, adaptive=drafter is not None
+    )
     decoder.warm_up([3])
     before = graphs()
     decoder.end_ids = frozenset()
@@ -224,7 +232,7 @@ def test_a_step_that_begins_with_its_draft_gives_the_text_of_plain_decoding(
     make_target, target, make_head, monkeypatch, rows, sampling
 ) -> None:
     """Greedy and matched, one row and several, from one graph for all sizes of trees."""
-    compiled = CompiledTarget(make_target(seed=0))
+    compiled = CompiledTarget(make_target(seed=0, layers=1))
     head = make_head("medusa", compiled, output="shared")
     head.path_counts = {(): 9, (0,): 6, (1,): 3, (0, 0): 2, (0, 1): 1, (0, 0, 0): 1}
     drafter = drafter_for(head, compiled)
@@ -265,7 +273,7 @@ def test_a_compiled_decoder_is_a_custom_generate_as_well(compiled) -> None:
 
 def test_a_second_model_of_the_same_shape_runs_on_its_own_weights(compiled, make_target) -> None:
     Decoder(compiled).generate(prompts(1), max_new_tokens=4)
-    other = make_target(seed=2)
+    other = make_target(seed=2, layers=1)
     expected = OracleDecoder(other).generate(prompts(1), max_new_tokens=40).sequences
     found = Decoder(CompiledTarget(other)).generate(prompts(1), max_new_tokens=40).sequences
     assert found == expected
@@ -286,7 +294,7 @@ def test_attention_of_one_query_equals_torchs_own() -> None:
 
 
 def test_a_model_that_cannot_be_compiled_says_so(make_target) -> None:
-    target = make_target(seed=1)
+    target = make_target(seed=1, layers=1)
     target.layers[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     decoder = decoder_for(target, None, None, compile=True)
     decoder.end_ids = frozenset()
@@ -334,7 +342,7 @@ def test_adapters_that_are_switched_and_weights_that_change_are_seen_by_the_next
 def test_a_compiled_draft_reads_the_targets_weights_anew_once_they_were_replaced(
     make_target, make_head
 ) -> None:
-    target = make_target(seed=0)
+    target = make_target(seed=0, layers=1)
     compiled = CompiledTarget(target)
     drafter = drafter_for(make_head("eagle3", compiled), compiled)
     drafter.compile(compiled)

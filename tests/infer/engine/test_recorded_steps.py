@@ -257,10 +257,11 @@ def test_chips_before_ampere_have_no_kernels_for_trees(
 @pytest.mark.parametrize(
     "name",
     [
-        "none",
         "eagle3:own",
-        pytest.param("medusa:tree", marks=pytest.mark.thorough),
-        pytest.param("parallel:own+lookup", marks=pytest.mark.thorough),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("none", "medusa:tree", "parallel:own+lookup")
+        ),
     ],
 )
 def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(

@@ -247,7 +247,9 @@ def test_memory_is_bounded_by_the_rows_that_run(target, make_drafter, name, monk
     assert max(rows for _, rows in seen) <= 2 * 4
 
 
-@pytest.mark.parametrize("name", ["draft-model", "eagle3:own"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("draft-model", marks=pytest.mark.thorough), "eagle3:own"]
+)
 def test_a_server_that_is_closed_frees_everything(target, make_drafter, name, monkeypatch) -> None:
     caches = []
     begin = ColumnCache.__init__

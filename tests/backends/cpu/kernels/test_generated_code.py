@@ -95,7 +95,7 @@ def arguments(rows: int) -> list[torch.Tensor]:
     nodes, seen = 4, 12 + rows
     shapes = [(rows, INNER), (rows, 70), (4, rows, INNER), (rows, nodes, HEADS, WIDTH)]
     x, y, each, query = (torch.randn(*shape).bfloat16() for shape in shapes)
-    keys, values = torch.randn(2, rows, 2, CAPACITY, WIDTH).bfloat16()
+    keys, values = (torch.randn(rows, 2, CAPACITY, WIDTH).bfloat16() for _ in range(2))
     hidden = torch.rand(rows, 1, nodes, seen) < 0.3
     hidden[..., 0] = False
     mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.bfloat16).min)
