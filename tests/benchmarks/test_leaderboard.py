@@ -96,7 +96,11 @@ def test_a_failed_training_names_its_verb_and_keeps_the_others(folder, monkeypat
 
     here, start = leaderboard.drafthead, subprocess.Popen
     monkeypatch.setattr(leaderboard, "drafthead", run)
-    monkeypatch.setattr(subprocess, "Popen", lambda _: start(["false"]))
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **how: start(["false"] if "nowhere" in str(command) else command, **how),
+    )
     bad = f"{{config: {folder / 'run.yaml'}, overrides: [train.init_from=nowhere]}}"
     board = load_board(
         folder / "board.yaml", [f"train.output={folder / 'failing'}", f"entries.eagle={bad}"]

@@ -54,12 +54,12 @@ def write_answers(
     assert target.tokenizer is not None
     decoder = Decoder(target)
     decoder.end_ids = frozenset()
-    rows = []
-    for number in range(ANSWERS):
-        messages = [{"role": "user", "content": f"tell me of {number} and {number * number}"}]
-        ids = prompt(encode_prompt(target.tokenizer, messages, ""))
-        text = decoder.generate(ids, max_new_tokens=LENGTH, temperature=temperature, seed=number)
-        generated = answer(text.sequences[0]) + [target.tokenizer.eos_token_id] * ends
+    asked = [[{"role": "user", "content": f"tell me of {n} and {n * n}"}] for n in range(ANSWERS)]
+    prompts = [prompt(encode_prompt(target.tokenizer, messages, "")) for messages in asked]
+    how = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": list(range(ANSWERS))}
+    texts, rows = decoder.generate(prompts, **how).sequences, []
+    for number, (messages, ids, text) in enumerate(zip(asked, prompts, texts, strict=True)):
+        generated = answer(text) + [target.tokenizer.eos_token_id] * ends
         turn = {"prompt": ids, "answer": generated}
         messages.append({"role": "assistant", "content": target.tokenizer.decode(generated)})
         row = {"id": str(number), "messages": messages, "token_ids": [turn]}
@@ -122,7 +122,7 @@ class Faults(Mapping[str, str]):
         return (name for name in CHECKS if name in self)
 
     def __len__(self) -> int:
-        return len(list(self))
+        return sum(1 for _ in self)
 
 
 def test_a_healthy_head_has_no_fault(target: Target, head: DraftHead, healthy: Path):
