@@ -15,7 +15,7 @@ import pytest
 import torch
 from drafters import BRANCHED, DRAFTERS, NO_HEADS
 from durations import Durations
-from stages import moved_by_file
+from stages import more, moved_by_file
 from steady import steady_clock
 
 from drafthead.core.drafting.drafter import Drafter
@@ -146,10 +146,7 @@ REPRESENTATIVES = [
 
 def by_stage(names: list[str]) -> list:
     """Drafters, of which those that represent no class of session wait for the second stage."""
-    return [
-        name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.thorough)
-        for name in names
-    ]
+    return [name if name in REPRESENTATIVES else more(name) for name in names]
 
 
 def pytest_configure(config: pytest.Config) -> None:

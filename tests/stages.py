@@ -7,7 +7,9 @@ claim is not left unproved by moving most of its cases. `tests/mutations.py` tri
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 FILE = Path(__file__).with_name("stages.yaml")
@@ -44,6 +46,11 @@ def matching(name: str) -> str:
     """The regular expression of a name with `*`; a test without cases stands for all its cases."""
     pattern = ".*".join(map(re.escape, name.split("*")))
     return pattern + (r"(\[.*\])?" if name.startswith("test_") and "[" not in name else "")
+
+
+def more(*values: object, **options: Any) -> Any:
+    """A case that waits for the second stage."""
+    return pytest.param(*values, marks=pytest.mark.thorough, **options)
 
 
 def read_stages() -> tuple[list[Moved], list[Mutation]]:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from scipy.stats import chi2
+from stages import more
 
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.column_cache import ColumnCache
@@ -154,9 +155,7 @@ def p_values(evidence: Evidence) -> tuple[float, float]:
     return chance_of_worse(parts[1]), chance_of_worse(parts[2])
 
 
-@pytest.mark.parametrize(
-    "drafter", [pytest.param("medusa:tree", marks=pytest.mark.thorough), "draft-model"]
-)
+@pytest.mark.parametrize("drafter", [more("medusa:tree"), "draft-model"])
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_lossless_answers_pass(small, make_drafter, name, drafter) -> None:
     decoder = Decoder(small, make_drafter(drafter, small))

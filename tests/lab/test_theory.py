@@ -6,6 +6,7 @@ from math import prod, sqrt
 
 import pytest
 import torch
+from stages import more
 from tiny import random_prompts
 
 from drafthead.core.sampling import SamplingConfig
@@ -139,8 +140,8 @@ def begun(lengths: list[int], places: int) -> list[int]:
     [
         ("draft-model", 3.0),
         ("prompt-lookup", 1.0),
-        pytest.param("medusa:chain", 3.0, marks=pytest.mark.thorough),
-        pytest.param("eagle3:chain", 3.0, marks=pytest.mark.thorough),
+        more("medusa:chain", 3.0),
+        more("eagle3:chain", 3.0),
     ],
 )
 def test_computed_chances_are_those_with_which_rejection_accepts(

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from runs import evaluations, run, write_inputs, write_run
+from stages import more
 from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -90,11 +91,6 @@ def entered(monkeypatch, capsys) -> Callable[[Path], tuple[int, str]]:
         return stop.value.code, capsys.readouterr().err
 
     return enter
-
-
-def more(family: str) -> object:
-    """A family of the second stage."""
-    return pytest.param(family, marks=pytest.mark.thorough)
 
 
 def losses(folder: Path) -> list[float]:

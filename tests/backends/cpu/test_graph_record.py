@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stages import more
 from torch import nn
 
 from drafthead.backends import fingerprint
@@ -124,7 +125,7 @@ def test_graphs_of_another_model_or_under_other_settings_are_not_taken(caplog) -
     assert [r.message for r in caplog.records if "each process compiles" in r.message]
 
 
-@pytest.mark.parametrize("damage", ["changed", pytest.param("foreign", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("damage", ["changed", more("foreign")])
 def test_a_damaged_file_is_replaced_with_one_warning(damage, traces, tmp_path, caplog) -> None:
     own = Scaler(Scaled())
     own.compiled()(X, Y)
@@ -173,11 +174,7 @@ def test_an_edit_discards_the_graphs_that_it_may_be_part_of(edited, is_other, mo
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "eagle3:own",
-        *(pytest.param(f"{f}:own", marks=pytest.mark.thorough) for f in ("medusa", "parallel")),
-    ],
+    "name", ["eagle3:own", *(more(f"{f}:own") for f in ("medusa", "parallel"))]
 )
 def test_a_key_depends_on_every_file_whose_code_is_traced(
     name, target, make_drafter, monkeypatch

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from stages import more
 from transformers import LlamaConfig
 
 from drafthead.backends.cuda.commit import CacheTable, commit
@@ -26,9 +27,7 @@ def random_path(
     return torch.cat([torch.zeros(rows, 1, dtype=torch.long), order], 1), kept[:, 0] + 1
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2))]
-)
+@pytest.mark.parametrize("seed", [0, *(more(n) for n in (1, 2))])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_accepted_nodes_move_next_to_committed_ones(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
+from stages import more
 from tree_reference import Case, attended
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -104,7 +105,7 @@ def test_attention_spills_no_registers(
 @pytest.mark.parametrize("head_size", [128, 256])
 @pytest.mark.parametrize(
     "chip",
-    [c if c in FIRST else pytest.param(c, marks=pytest.mark.thorough) for c in MOST_SHARED],
+    [c if c in FIRST else more(c) for c in MOST_SHARED],
     ids=[str(name) for _, name in MOST_SHARED],
 )
 def test_attention_fits_into_the_memory_of_every_chip(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
+from stages import more
 from tiny import random_prompts, tiny_llama
 from torch.func import functional_call
 
@@ -100,9 +101,9 @@ def test_a_function_that_cannot_be_fused_is_called(caplog) -> None:
     ("name", "parts", "law"),
     [
         ("parallel:own", ("choose", "extend"), {}),
-        pytest.param("parallel:own", ("choose", "extend"), DRAWN, marks=pytest.mark.thorough),
-        pytest.param("eagle3:own", GROWTH, {}, marks=pytest.mark.thorough),
-        pytest.param("eagle3:own", GROWTH, DRAWN, marks=pytest.mark.thorough),
+        more("parallel:own", ("choose", "extend"), DRAWN),
+        more("eagle3:own", GROWTH, {}),
+        more("eagle3:own", GROWTH, DRAWN),
     ],
 )
 def test_drafts_in_compiled_parts_are_those_of_eager_ones(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from rehearsal import rehearse
+from stages import more
 from tiny import END, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
@@ -98,7 +99,7 @@ def test_later_parts_of_prompts_are_read_without_masks_where_nothing_is_out_of_r
     assert sorted(set(later)) == (ends if without_masks else [])
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("eagle3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [None, more("eagle3")])
 def test_a_short_prompt_is_read_by_one_recording_whatever_its_length(name, monkeypatch) -> None:
     monkeypatch.setattr(module, "OF_A_TREE", 4)
     rehearsal = rehearse(monkeypatch)

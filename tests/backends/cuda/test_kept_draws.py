@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stages import more
 
 from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.cuda import kept_draws
@@ -45,7 +46,7 @@ def case(dtype: torch.dtype) -> torch.Tensor:
     [
         *((law, torch.bfloat16) for law in LAWS[::3]),
         *(
-            pytest.param(law, dtype, marks=pytest.mark.thorough)
+            more(law, dtype)
             for dtype in (torch.bfloat16, torch.float32, torch.float16)
             for law in (LAWS[1::3] + LAWS[2::3] if dtype == torch.bfloat16 else LAWS[5:7])
         ),

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stages import more
 
 HERE = Path(__file__).parent
 KERNELS = ["tree_attention", "commit", "largest", "kept_draws", "registration"]
@@ -16,8 +17,8 @@ KERNELS = ["tree_attention", "commit", "largest", "kept_draws", "registration"]
     [
         ("cpu", [*KERNELS, "decoding"], "not thorough"),
         ("none", ["compiled"], "not thorough"),
-        pytest.param("cpu", [*KERNELS, "decoding"], "thorough", marks=pytest.mark.thorough),
-        pytest.param("none", ["compiled"], "thorough", marks=pytest.mark.thorough),
+        more("cpu", [*KERNELS, "decoding"], "thorough"),
+        more("none", ["compiled"], "thorough"),
         pytest.param("cuda", KERNELS, "", marks=pytest.mark.gpu),
     ],
     ids=["interpreted", "compiled", "others interpreted", "others compiled", "on a GPU"],

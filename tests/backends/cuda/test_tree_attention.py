@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stages import more
 from tree_reference import Case, attended
 from triton.runtime.errors import OutOfResources
 
@@ -18,11 +19,6 @@ ALONE = Blocks(splits=1, least=16, rows=16, columns=16, warps=4, stages=2)
 SPLIT = ALONE._replace(splits=4)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 SOME_HEADS = [(8, torch.float32), (80, torch.float16), (256, torch.bfloat16)]
-
-
-def more(*values: object) -> object:
-    """A case of the second stage."""
-    return pytest.param(*values, marks=pytest.mark.thorough)
 
 
 def check(case: Case, blocks: Blocks | None = SPLIT) -> None:

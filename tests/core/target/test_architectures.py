@@ -7,6 +7,7 @@ import torch
 from architectures import ARCHITECTURES, FEW, GROUPED, LATENT, SIZES, tiny_model
 from hidden_answers import check_every_right_token_is_accepted, generated
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from stages import more
 from tiny import HIDDEN, VOCAB
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,10 +37,7 @@ def test_greedy_answers_equal_those_of_transformers(name: str) -> None:
     check_every_right_token_is_accepted(Target(model), prompts, NEW)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ON_DISK else pytest.param(n, marks=pytest.mark.thorough) for n in ARCHITECTURES],
-)
+@pytest.mark.parametrize("name", [n if n in ON_DISK else more(n) for n in ARCHITECTURES])
 def test_layers_on_disk_give_the_states_of_layers_in_memory(name: str, tmp_path: Path) -> None:
     tiny_model(name, ARCHITECTURES[name]).save_pretrained(tmp_path / "model")
     whole = load_decoder_only(tmp_path / "model", "float32", "cpu")

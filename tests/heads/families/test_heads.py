@@ -13,6 +13,7 @@ import torch
 from alone import Alone
 from architectures import ARCHITECTURES, OTHERS, tiny_model
 from drafters import NO_HEADS, make_head
+from stages import more
 from tiny import VOCAB
 
 from drafthead.core.drafting.drafter import Committed, Drafter, Ends
@@ -362,15 +363,7 @@ ODD = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *ODD,
-        *(
-            pytest.param(each, marks=pytest.mark.thorough)
-            for each in ARCHITECTURES | OTHERS
-            if each not in ODD
-        ),
-    ],
+    "name", [*ODD, *(more(each) for each in ARCHITECTURES | OTHERS if each not in ODD)]
 )
 def test_a_head_of_every_family_fits_every_target_or_is_refused_in_a_sentence(name: str) -> None:
     """Where layers differ in size, have no rotation or no `sdpa` attention, too."""

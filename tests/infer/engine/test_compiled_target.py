@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from stages import more
 from traced import graphs_are_traced
 from transformers import LogitsProcessorList
 
@@ -24,9 +25,7 @@ from drafthead.infer.serving import ServeRequest
 from drafthead.lab.exactness.oracle import OracleDecoder
 
 
-@pytest.fixture(
-    scope="module", params=["traced", pytest.param("compiled", marks=pytest.mark.thorough)]
-)
+@pytest.fixture(scope="module", params=["traced", more("compiled")])
 def code(request: pytest.FixtureRequest) -> Iterator[str]:
     """What graphs are made of: what torch traces, or all that it compiles from that."""
     with graphs_are_traced() if request.param == "traced" else nullcontext():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, tiny_model
 from rehearsal import Rehearsal, rehearse
+from stages import more
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
@@ -255,14 +256,7 @@ def test_chips_before_ampere_have_no_kernels_for_trees(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "eagle3:own",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("none", "medusa:tree", "parallel:own+lookup")
-        ),
-    ],
+    "name", ["eagle3:own", *(more(name) for name in ("none", "medusa:tree", "parallel:own+lookup"))]
 )
 def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(
     name: str, rehearsal: Rehearsal, make_target, make_drafter, monkeypatch

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hidden_answers import generated
+from stages import more
 from tiny import END, VOCAB, byte_tokenizer, random_prompts
 from transformers import GenerationConfig
 
@@ -247,9 +248,7 @@ def test_memory_is_bounded_by_the_rows_that_run(target, make_drafter, name, monk
     assert max(rows for _, rows in seen) <= 2 * 4
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("draft-model", marks=pytest.mark.thorough), "eagle3:own"]
-)
+@pytest.mark.parametrize("name", [more("draft-model"), "eagle3:own"])
 def test_a_server_that_is_closed_frees_everything(target, make_drafter, name, monkeypatch) -> None:
     caches = []
     begin = ColumnCache.__init__
