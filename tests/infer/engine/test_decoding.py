@@ -286,12 +286,3 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(target) -> None:
 def test_what_is_no_model_is_refused(model) -> None:
     with pytest.raises(UserError, match="a target is the name of a model"):
         Decoder.from_pretrained(model)
-
-
-def test_every_way_of_decoding_takes_the_same_options(target, make_drafter) -> None:
-    decoder = Decoder(target, make_drafter("medusa:tree", target))
-    options = {"max_new_tokens": 9, "temperature": 1.0, "top_k": 5, "verifier": "match", "seed": 3}
-    steps = decoder.steps([1, 2], **options)
-    result = decoder.generate([1, 2], **options)
-    assert [[token for step in steps for token in step[0]]] == result.sequences
-    assert steps.stats.accept_lengths == result.stats.accept_lengths

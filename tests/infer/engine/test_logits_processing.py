@@ -45,22 +45,6 @@ class Alternate(hf.LogitsProcessor):
         return scores.masked_fill(same, -torch.inf)
 
 
-class PlainPenalty(hf.LogitsProcessor):
-    """Frequency and presence penalties in plain loops, as an oracle."""
-
-    def __init__(self, prompt_length: int, frequency: float, presence: float):
-        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        for row, ids in enumerate(input_ids.tolist()):
-            answer = ids[self.prompt_length :]
-            for token in set(answer):
-                scores[row, token] -= self.frequency * answer.count(token)
-                scores[row, token] -= self.presence
-        return scores
-
-
 SETTINGS = {
     "repetition penalty": {"repetition_penalty": 1.3},
     "no repeated bigrams": {"no_repeat_ngram_size": 2},
@@ -126,17 +110,6 @@ def test_greedy_answers_equal_those_of_transformers(target, drafters, unprocesse
         assert answers_of_ours(target, drafter, generation_config=config) == expected, way
 
 
-def test_frequency_and_presence_count_the_answer_alone(target, drafters, unprocessed) -> None:
-    expected = [
-        answer_of_transformers(target, prompt, [PlainPenalty(len(prompt), 1.5, 0.7)])
-        for prompt in PROMPTS
-    ]
-    assert expected != unprocessed
-    config = GenerationConfig(max_new_tokens=MAX_NEW, frequency_penalty=1.5, presence_penalty=0.7)
-    for way, drafter in drafters.items():
-        assert answers_of_ours(target, drafter, generation_config=config) == expected, way
-
-
 def test_a_token_said_twice_is_penalised_twice_for_frequency_and_once_for_presence() -> None:
     ids = torch.tensor([[3, 3, 1, 2, 1]])  # the prompt is 3 3
     penalised = AnswerPenalty(2, frequency=0.5, presence=1.0)(ids, torch.zeros(1, 4))
@@ -174,22 +147,6 @@ def test_no_processor_is_shown_a_text_that_it_forbids(target, drafters, way, tem
     )
     answer = torch.tensor([prompt[-1], *result.sequences[0]])
     assert len(answer) == MAX_NEW + 1 and ((answer[1:] - answer[:-1]) % 2 == 1).all()
-
-
-def test_allowed_tokens_are_asked_for_by_number_of_the_prompt(target, drafters) -> None:
-    """`prefix_allowed_tokens_fn` gets the prompt's number, not a row of a call for many nodes."""
-
-    def allowed(number: int, ids: torch.Tensor) -> list[int]:
-        return [n for n in range(8, VOCAB) if n % 3 == number]
-
-    for drafter in drafters.values():
-        result = Decoder(target, drafter).generate(
-            PROMPTS,
-            max_new_tokens=MAX_NEW,
-            logits_processor=[hf.PrefixConstrainedLogitsProcessor(allowed, 1)],
-        )
-        for number, answer in enumerate(result.sequences):
-            assert {token % 3 for token in answer} == {number}
 
 
 NODE_SETTINGS = SETTINGS | {"counts": {"frequency_penalty": 0.5, "presence_penalty": -0.3}}

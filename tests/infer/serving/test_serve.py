@@ -98,22 +98,6 @@ def test_greedy_answers_are_those_of_transformers(
         assert [answer.id for answer in answers] != list(range(30)), "short ones do not wait"
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_sampled_answers_are_those_decoded_alone_with_the_same_seed(
-    target, make_drafter, name
-) -> None:
-    decoder, plain = decoder_with(name, target, make_drafter), Decoder(target)
-    options = {"temperature": 0.9, "verifier": "match", "max_new_tokens": 20}
-    prompts = random_prompts(12)
-    prompts[3] = ServeRequest(prompts[3], seed=100)
-    answers = {
-        answer.id: answer for answer in decoder.serve(prompts, max_rows=3, seed=5, **options)
-    }
-    for number, prompt in enumerate(random_prompts(12)):
-        seed = 100 if number == 3 else 5 + number
-        assert answers[number].tokens == plain.generate(prompt, seed=seed, **options).sequences[0]
-
-
 def test_drawn_drafts_and_processors_do_not_depend_on_the_other_rows(target, make_drafter) -> None:
     decoder = decoder_with("medusa:tree", target, make_drafter)
     prompts, config = random_prompts(10), GenerationConfig(repetition_penalty=1.3)
