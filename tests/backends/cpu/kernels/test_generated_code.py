@@ -110,41 +110,41 @@ def arguments(rows: int) -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
-def test_generated_code_calls_the_kernels(sizes_rendered, monkeypatch) -> None:
-    """For one row and for several: a graph each, which share the packed copies of weights.
+@pytest.fixture
+def packed(monkeypatch) -> list[int]:
+    """The rows of the weights that are packed from now on."""
+    found: list[int] = []
+    in_blocks = packing.in_blocks
+    monkeypatch.setattr(packing, "in_blocks", lambda w: found.append(len(w)) or in_blocks(w))
+    return found
 
-    Products of one input are one product, but for those with a bias; gated MLPs are one function
+
+def test_generated_code_calls_the_kernels(sizes_rendered, packed) -> None:
+    """Products of one input are one product, but for those with a bias; gated MLPs are one function
     where their blocks can be paired.
     """
-    packed: list[int] = []
-    in_blocks = packing.in_blocks
-    monkeypatch.setattr(packing, "in_blocks", lambda w: packed.append(len(w)) or in_blocks(w))
     names = ("linear", "gated_mlp", "attention", "draw", "top_k", "move_columns")
     rendered = {name: sizes_rendered(name) for name in names}
-    step = Step()
+    step, given, same = Step(), arguments(2), arguments(2)
     compiled = Compiled(step.forward, CPU, torch.bfloat16, DIMS)
-    for rows in (1, 2):
-        given, same, before = arguments(rows), arguments(rows), len(packed)
-        with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
-            found, expected = compiled(*given), step(*same)
-        joined = [40 + 8, 2 * 48, 33 + 64, 128, 128, 128, 128 + 40] if rows == 1 else []
-        assert sorted(packed[before:]) == joined
-        products, after = found[: -len(COUNTS) - 2], found[-len(COUNTS) - 2 :]
-        torch.testing.assert_close(products, expected[: len(products)], rtol=2**-7, atol=1e-2)
-        for layer, product in zip(step.of_x, products, strict=False):
-            weights, size = packing.pack([layer.weight]), layer.out_features
-            assert torch.equal(product, ours.linear(given[0], weights, size, layer.bias))
-        assert torch.equal(after[0], expected[len(products)])  # attention, by the same function
-        assert torch.equal(after[1], expected[len(products) + 1])  # draws
-        for moved, wanted in zip(given[4:6], same[4:6], strict=True):
-            assert torch.equal(moved, wanted), (rows, (moved != wanted).any(-1).nonzero().tolist())
-        in_order = given[7].float().sort(dim=-1, descending=True, stable=True).indices
-        for count, places in zip(COUNTS[:-1], after[2:], strict=False):
-            assert torch.equal(places, in_order[..., :count])
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):
+        found, expected = compiled(*given), step(*same)
     assert {*rendered["linear"]} == {40 + 8, 2 * 48, 33 + 64, 128, 128 + 40}
     assert {*rendered["gated_mlp"]} == {64} and {*rendered["top_k"]} == {1, 8, 64}
     assert all(rendered.values())
-    assert len(compiled.graphs) == 2
+    assert sorted(packed) == [40 + 8, 2 * 48, 33 + 64, 128, 128, 128, 128 + 40]
+    products, after = found[: -len(COUNTS) - 2], found[-len(COUNTS) - 2 :]
+    torch.testing.assert_close(products, expected[: len(products)], rtol=2**-7, atol=1e-2)
+    for layer, product in zip(step.of_x, products, strict=False):
+        weights, size = packing.pack([layer.weight]), layer.out_features
+        assert torch.equal(product, ours.linear(given[0], weights, size, layer.bias))
+    assert torch.equal(after[0], expected[len(products)])  # attention, by the same function
+    assert torch.equal(after[1], expected[len(products) + 1])  # draws
+    for moved, wanted in zip(given[4:6], same[4:6], strict=True):
+        assert torch.equal(moved, wanted)
+    in_order = given[7].float().sort(dim=-1, descending=True, stable=True).indices
+    for count, places in zip(COUNTS[:-1], after[2:], strict=False):
+        assert torch.equal(places, in_order[..., :count])
 
 
 def test_weights_in_bytes_are_read_by_the_same_functions(sizes_rendered) -> None:
@@ -169,13 +169,14 @@ def test_weights_in_bytes_are_read_by_the_same_functions(sizes_rendered) -> None
     assert torch.equal(found[6], ours.gated(each[0], paired, 64))
 
 
-def test_weights_that_were_changed_in_place_are_packed_again() -> None:
+def test_graphs_share_a_packed_weight_until_it_changes(packed) -> None:
     layer = nn.Linear(64, 32, bias=False).bfloat16().requires_grad_(False)
-    x = torch.randn(1, 64).bfloat16()
+    x, results = torch.randn(5, 64).bfloat16(), []
     with torch.inference_mode():
-        results = []
         for factor in (1, 2):
             layer.weight.data *= factor
-            compiled = Compiled(lambda x: layer(x), CPU, torch.bfloat16, {"x": "B ."})
-            results.append(compiled(x))
+            product = Compiled(lambda x: layer(x), CPU, torch.bfloat16, {"x": "B ."})
+            results.append(product(x))
+            assert torch.equal(product(x[:1]), results[-1][:1])  # a graph of its own
+            assert packed == [32] * factor
     assert torch.equal(results[1], 2 * results[0]) and results[0].any()
