@@ -35,10 +35,10 @@ from drafthead.infer.loaded import (
 )
 from drafthead.infer.method import Method, planner_of, rule_of
 from drafthead.infer.past import Memory
-from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
+from drafthead.infer.request.options import read_options, refuse_in_pieces
 from drafthead.infer.request.other_words import OtherWords, type_of_weights
 from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.request.request import Options, Request
+from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.text_pieces import text_pieces
 from drafthead.infer.request_of import endless_request, request_of, single
 from drafthead.infer.running_rows import RunningRows
@@ -153,7 +153,7 @@ class Decoder:
         return f"Decoder({described(self.target, self.drafter)})"
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
+        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Any
     ) -> DecodeResult:
         """Decode one prompt or a batch; `DecodeOptions` documents the options.
 
@@ -171,7 +171,7 @@ class Decoder:
             pass
         return self.result(run)
 
-    def stream(self, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]) -> TextStream:
+    def stream(self, prompt: Prompt | None = None, **options: Any) -> TextStream:
         """Decode one prompt as `generate` does; the text comes piece by piece.
 
         The pieces joined are the text that `generate` returns.
@@ -188,7 +188,7 @@ class Decoder:
         return Stream(pieces, run.stats, lambda: self.result(run))
 
     def steps(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
+        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Any
     ) -> Stream[Emitted]:
         """Decode as `generate` does, one pass each time that the stream is asked.
 
@@ -220,7 +220,7 @@ class Decoder:
         self,
         batch_sizes: Sequence[int] = (1,),
         fresh: bool = False,
-        **options: Unpack[DecodeOptions],
+        **options: Any,
     ) -> None:
         """Do before serving what the first answers would do: learn what steps cost, make graphs.
 
@@ -249,9 +249,7 @@ class Decoder:
             return
         time_or_visit(plans, run, rule, fresh)
 
-    def serve(
-        self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]
-    ) -> Iterator[Answer]:
+    def serve(self, requests: Requests, *, max_rows: int = 8, **options: Any) -> Iterator[Answer]:
         """Answer requests that come and go, up to `max_rows` of them in one batch.
 
         `requests` is an iterable, maybe endless, of prompts or `ServeRequest`s, or a `queue.Queue`
@@ -269,7 +267,6 @@ class Decoder:
 
         def read(request: ServeRequest, number: int) -> Request:
             settings = read_options({**options, **own_options(request, seed + number)})
-            verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
             return single(self.request(request.prompt, settings))
 
         return serve(WaitingRequests(requests, read), self.running_rows(max_rows), self.tokenizer)
@@ -291,7 +288,7 @@ class Decoder:
         Raises UserError for what is not one prompt of `generate`.
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
-        options: DecodeOptions = {"max_new_tokens": 1, "use_model_defaults": False}
+        options = {"max_new_tokens": 1, "use_model_defaults": False}
         settings = read_options({**options, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
@@ -303,7 +300,7 @@ class Decoder:
         self.memory.pasts.clear()
         self.memory.kept.clear()
 
-    def chat(self, system: str | None = None, **options: Unpack[DecodeOptions]) -> ChatSession:
+    def chat(self, system: str | None = None, **options: Any) -> ChatSession:
         """A conversation whose turns keep the caches of earlier ones, with the options of
         `generate`.
 
@@ -324,7 +321,7 @@ class Decoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         return ChatSession(begin, self.result, self.tokenizer, messages)
 
-    def _begin(self, prompts: Any, options: Options) -> tuple[BatchRun, Iterator[Emitted]]:
+    def _begin(self, prompts: Any, options: DecodeOptions) -> tuple[BatchRun, Iterator[Emitted]]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         return self._start(self.request(prompts, options))
 
@@ -335,7 +332,7 @@ class Decoder:
         passes = method.decode(run) if request.beams is None else search(method, run)
         return run, in_time(passes, run)
 
-    def request(self, prompts: Any, options: Options) -> Request:
+    def request(self, prompts: Any, options: DecodeOptions) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
         return request_of(self.target, prompts, options, self.end_ids, self.draft_temperature)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from drafthead.core.settings import CompileSwitch, MaxNewTokens
 from drafthead.scripts import options
 
 NEW, HELP = "/new", "/help"
@@ -16,7 +17,7 @@ COMMANDS = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C ends an
 class Turns(options.Answers):
     """How the answers of a conversation are made: they may be longer."""
 
-    max_new_tokens: options.MaxNewTokens = 512
+    max_new_tokens: MaxNewTokens = 512
 
 
 def main(
@@ -28,7 +29,7 @@ def main(
         bool, typer.Option(help="Colour the text that was drafted and accepted.")
     ] = False,
     turns: Turns,
-    compile: options.CompileSwitch = None,
+    compile: CompileSwitch = None,
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
+from drafthead.core.settings import AtLeastOne
 from drafthead.scripts import options
 
 
@@ -22,10 +24,7 @@ class Plan:
         ),
     ] = False
     devices: Annotated[
-        int,
-        typer.Option(
-            help="Of a plan: processes that share the run.", callback=options.at_least_one
-        ),
+        AtLeastOne, Field(description="Of a plan: processes that share the run.")
     ] = 1
     memory: Annotated[
         str | None,

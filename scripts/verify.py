@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import MaxNewTokens, Seed, TopK, TopP
 from drafthead.scripts import options
 
 # When the user gives none.
@@ -39,8 +40,8 @@ class Sampling:
     temperature: Annotated[
         float, typer.Option(help="Of sampled answers; 0 tests only greedy answers.")
     ] = 1.0
-    top_k: options.TopK = 0
-    top_p: options.TopP = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
     repetition_penalty: Annotated[float, typer.Option(help="Of sampled answers; 1 is none.")] = 1.0
 
 
@@ -70,11 +71,11 @@ class Amount:
         int, typer.Option(help="Times that the first tokens after each prompt are sampled.")
     ] = 256
     answers: Annotated[int, typer.Option(help="Whole sampled answers per prompt.")] = 32
-    max_new_tokens: options.MaxNewTokens = 48
+    max_new_tokens: MaxNewTokens = 48
     false_alarm: Annotated[
         float, typer.Option(help="Chance that exact decoding is called inexact.")
     ] = 1e-3
-    seed: options.Seed = 0
+    seed: Seed = 0
 
 
 def main(

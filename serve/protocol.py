@@ -15,8 +15,9 @@ from typing_extensions import TypedDict
 from drafthead.core.errors import first_line
 from drafthead.core.target.chat_template import reads
 from drafthead.infer import Decoder
-from drafthead.infer.request.options import DecodeOptions, read_options
+from drafthead.infer.request.options import read_options
 from drafthead.infer.request.prompts import encode
+from drafthead.infer.verifiers.base import options_of_rule
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.decode_loop import Inbox, Job
 from drafthead.serve.errors import ApiError, not_supported, whole
@@ -271,7 +272,22 @@ class Answering(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     cache_salt: str = ""  # what was read for a request is reused for the same salt alone
-    return_drafted: bool = False  # our own: which parts of a stream's text were drafted
+    # Our own: which parts of a stream's text were drafted, and the acceptance rule, whose options
+    # are fields too.
+    return_drafted: bool = False
+    verifier: str = "auto"
+    rule_options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_rule_options(cls, given: Any) -> Any:
+        """The request with the options of its rule gathered."""
+        rule = given.get("verifier") if isinstance(given, dict) else None
+        if not isinstance(rule, str) or "rule_options" in given:
+            return given
+        own = options_of_rule(rule, ())
+        others = {name: value for name, value in given.items() if name not in own}
+        return others | {"rule_options": {n: v for n, v in given.items() if n in own}}
 
     @model_validator(mode="after")
     def refuse_without_effect(self) -> Self:
@@ -304,7 +320,7 @@ class Answering(Body):
         """How many alternatives to each token are wanted; None for no log-probabilities."""
         raise NotImplementedError
 
-    def options(self, max_tokens: int, processors: Sequence[LogitsProcessor]) -> DecodeOptions:
+    def options(self, max_tokens: int, processors: Sequence[LogitsProcessor]) -> dict[str, Any]:
         """The options of the engine, but for the seed.
 
         Raises ApiError 400 for what transformers refuses.
@@ -330,6 +346,8 @@ class Answering(Body):
             "logprobs": self.top,
             "generation_config": config,
             "logits_processor": processors,
+            "verifier": self.verifier,
+            **self.rule_options,
         }
 
 

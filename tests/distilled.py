@@ -17,7 +17,8 @@ from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
+from drafthead.train.distillation.distilled_file import DistilledFile, Shard
+from drafthead.train.settings import DistillSettings
 
 SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)
 

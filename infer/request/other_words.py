@@ -7,7 +7,9 @@ from typing import TypedDict
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import names_elsewhere
 from drafthead.core.target.loading import type_name
+from drafthead.infer.request.request import DecodeOptions
 
 ALWAYS_A_RESULT = "a result with fields is always returned"
 AT_LOADING = "it is chosen in Decoder.from_pretrained"
@@ -17,15 +19,9 @@ LOADED = "load model and tokenizer with it, and pass the loaded model and tokeni
 OF_CALLS = {
     "do_sample": "a temperature above 0 samples, and 0, the default, is greedy",
     "max_length": "use max_new_tokens, or generation_config=GenerationConfig(max_length=...)",
-    "n": "use num_return_sequences",
-    "rule": "use verifier, as in verifier='match'",
     "stream": "Decoder.stream gives the text piece by piece",
-    "top_logprobs": "use logprobs",
     "skip_special_tokens": "texts never have special tokens; result.sequences has them",
-    **dict.fromkeys(("stop", "stop_sequences", "stop_words"), "use stop_strings"),
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens"), "use max_new_tokens"
-    ),
+    **{other: f"use {own}" for other, own in names_elsewhere(DecodeOptions).items()},
     **dict.fromkeys(("return_dict_in_generate", "return_dict"), ALWAYS_A_RESULT),
     **dict.fromkeys(
         ("output_scores", "output_logits"), "ask for logprobs=0, or for n > 0 alternatives"

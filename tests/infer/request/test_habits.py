@@ -10,7 +10,8 @@ from tiny import byte_tokenizer, tiny_llama, write_target
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
-from drafthead.infer import DecodeOptions, Decoder, Target
+from drafthead.infer import Decoder, Target
+from drafthead.infer.request.options import NAMES
 from drafthead.infer.request.other_words import OF_CALLS
 from drafthead.lab.tracing import trace
 
@@ -60,7 +61,7 @@ def test_options_of_other_software_are_answered_with_ours(speaking, option, inst
 
 
 def test_no_option_is_called_another_word() -> None:
-    assert not OF_CALLS.keys() & DecodeOptions.__annotations__.keys()
+    assert not OF_CALLS.keys() & {*NAMES}
 
 
 @pytest.mark.parametrize(
