@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import MaxNewTokens, Seed, TopK, TopP
+from drafthead.core.settings import AtLeastOne, MaxNewTokens, RuleName, Seed, TopK, TopP
 from drafthead.scripts import options
 
 # When the user gives none.
@@ -49,7 +49,7 @@ class Sampling:
 class Decoding(options.Drafting):
     """What decodes the tested answers."""
 
-    rule: options.RuleName = "auto"
+    rule: RuleName = "auto"
     compile: Annotated[
         bool,
         typer.Option(
@@ -70,7 +70,7 @@ class Amount:
     samples: Annotated[
         int, typer.Option(help="Times that the first tokens after each prompt are sampled.")
     ] = 256
-    answers: Annotated[int, typer.Option(help="Whole sampled answers per prompt.")] = 32
+    answers: Annotated[AtLeastOne, typer.Option(help="Whole sampled answers per prompt.")] = 32
     max_new_tokens: MaxNewTokens = 48
     false_alarm: Annotated[
         float, typer.Option(help="Chance that exact decoding is called inexact.")
