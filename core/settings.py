@@ -6,7 +6,7 @@ command line can list options without it.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields
 from difflib import get_close_matches
@@ -221,18 +221,27 @@ def refusing(cls: Any, named: Callable[[str], str] = str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise UserError(sentence(error, get_type_hints(cls, include_extras=True), named)) from error
+        hints = get_type_hints(cls, include_extras=True)
+        in_order = [each.name for each in fields(cls) if not each.kw_only]
+        raise UserError(sentence(error, hints, named, in_order)) from error
 
 
 def sentence(
-    error: ValidationError, hints: dict[str, Any], named: Callable[[str], str] = str
+    error: ValidationError,
+    hints: dict[str, Any],
+    named: Callable[[str], str] = str,
+    in_order: Sequence[str] = (),
 ) -> str:
-    """The first complaint about settings, whose declarations are the hints by name."""
+    """The first complaint about settings, whose declarations are the hints by name.
+
+    `in_order` are the settings whose values need no name.
+    """
     first = error.errors(include_url=False)[0]
     kind, value, about = first["type"], first["input"], first.get("ctx", {})
     place = first["loc"][0] if first["loc"] else ""
-    own = list(hints)[place] if isinstance(place, int) and len(hints) > 1 else str(place)
-    own = own if own in hints else next(iter(hints))
+    if isinstance(place, int) and place < len(in_order):
+        place = in_order[place]  # a value without a name
+    own = str(place) if place in hints else next(iter(hints))
     reason = str(about.get("error", "")) or first["msg"]
     if kind == "unexpected_keyword_argument":
         near = get_close_matches(str(place), hints, n=1)

@@ -1,19 +1,18 @@
 """`drafthead chat`: a conversation in the terminal, whose turns keep the caches of earlier ones."""
 
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from drafthead.core.settings import CompileSwitch, MaxNewTokens
+from drafthead.core.settings import CompileSwitch, MaxNewTokens, settings
 from drafthead.scripts import options
 
 NEW, HELP = "/new", "/help"
 COMMANDS = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Turns(options.Answers):
     """How the answers of a conversation are made: they may be longer."""
 

@@ -6,7 +6,7 @@ Its methods make what they describe. Like all files of verbs this one imports no
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from functools import wraps
 from importlib import resources
 from inspect import Parameter, Signature, signature
@@ -37,6 +37,7 @@ from drafthead.core.settings import (
     declarations,
     help_of,
     names_of,
+    settings,
     values,
 )
 
@@ -135,13 +136,16 @@ def shell_type(declared: Any) -> Any:
 
 
 def check_of(declared: Any) -> Callable[..., Any]:
-    """What reads an option as it is declared; it raises UserError with the option's name."""
+    """What refuses a value that is not as declared: UserError with the option's name."""
 
-    def read(option: typer.CallbackParam, value: Any) -> Any:
-        """The value that was read; None where none is given."""
-        return None if value in (None, []) else checked(option.opts[0], declared, value)
+    def check(option: typer.CallbackParam, value: Any) -> Any:
+        """The value as it came; None where none is given."""
+        if value in (None, []):
+            return None
+        checked(option.opts[0], declared, value)
+        return value
 
-    return read
+    return check
 
 
 HeadPath = Annotated[
@@ -185,7 +189,7 @@ Overwrite = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Model:
     """The target, and how it is loaded."""
 
@@ -200,7 +204,7 @@ class Model:
         return load_decoder_only(self.target, self.dtype, self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Drafting:
     """What drafts, and how much."""
 
@@ -245,7 +249,7 @@ class Drafting:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Answers:
     """How long answers become, and how their tokens are chosen."""
 
@@ -298,7 +302,7 @@ class Answers:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Rows:
     """How rows of data are read."""
 

@@ -43,10 +43,7 @@ def main(
     Without --draft decoding is plain. A page to chat with is at /. Ctrl-C or SIGTERM ends the
     server once running answers have ended.
     """
-    try:
-        from drafthead.serve.app import listen, make_app
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'drafthead[serve]'") from error
+    from drafthead.serve.app import listen, make_app
 
     # An empty variable of the environment counts as none for typer.
     if (os.environ.get(KEY) if api_key is None else api_key.strip()) == "":

@@ -1,12 +1,12 @@
 """`drafthead verify`: are decoded answers distributed as the target's own?"""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import AtLeastOne, MaxNewTokens, RuleName, Seed, TopK, TopP
+from drafthead.core.settings import AtLeastOne, MaxNewTokens, RuleName, Seed, TopK, TopP, settings
 from drafthead.scripts import options
 
 # When the user gives none.
@@ -19,7 +19,7 @@ PROMPTS = (
 TREE_NODES = 16  # of every proposal, when the user names no size
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Exact(options.Model):
     """The tested target, in numbers that do not blur the test."""
 
@@ -33,7 +33,7 @@ class Exact(options.Model):
     ] = "float32"
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Sampling:
     """How the tested answers are sampled."""
 
@@ -45,7 +45,7 @@ class Sampling:
     repetition_penalty: Annotated[float, typer.Option(help="Of sampled answers; 1 is none.")] = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Decoding(options.Drafting):
     """What decodes the tested answers."""
 
@@ -59,7 +59,7 @@ class Decoding(options.Drafting):
     ] = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Amount:
     """How much is tested."""
 

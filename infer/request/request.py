@@ -168,7 +168,7 @@ class DecodeOptions:
     # Above 1 only with sampling, or with beam search.
     num_return_sequences: Annotated[AtLeastOne, called("n")] = 1
     # Seconds after which answers end as they are; looked at after each step.
-    max_time: Annotated[float | None, BeforeValidator(seconds_of)] = None
+    max_time: Annotated[float, BeforeValidator(seconds_of)] | None = None
     # Texts that end an answer; the token that completes one is kept whole.
     stop_strings: Annotated[
         tuple[str, ...], BeforeValidator(stops_of), called("stop", "stop_sequences", "stop_words")

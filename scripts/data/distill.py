@@ -1,6 +1,5 @@
 """`drafthead data distill`: write the target's own answers to prompts."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +7,7 @@ import typer
 from pydantic import Field
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import AtLeastOne, CompileSwitch
+from drafthead.core.settings import AtLeastOne, CompileSwitch, settings
 from drafthead.scripts import options
 from drafthead.train.settings import Answering, DistillSettings
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from drafthead.train.distillation.connection import Connection, ServedModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Asked(options.Rows):
     """What is asked."""
 
@@ -38,7 +37,7 @@ class Asked(options.Rows):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Where:
     """Where it is answered, and written."""
 

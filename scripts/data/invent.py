@@ -1,6 +1,5 @@
 """`drafthead data invent`: prompts without a data set, one JSON row each."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -8,12 +7,12 @@ import typer
 from pydantic import Field
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import AtLeastOne, CompileSwitch, DeviceName
+from drafthead.core.settings import AtLeastOne, CompileSwitch, DeviceName, settings
 from drafthead.scripts import options
 from drafthead.train.settings import Inventing, InventSettings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class AboutTexts:
     """Prompts that ask something of texts."""
 
