@@ -6,9 +6,9 @@ command line can list options without it.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, fields
+from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial, wraps
 from typing import (
@@ -83,9 +83,7 @@ def listed(value: Any) -> list[Any]:
 
 def template_values(given: Any) -> Any:
     """The arguments of a chat template out of what the shell has for them."""
-    return (
-        values(given, "--template-argument") if given is None or isinstance(given, list) else given
-    )
+    return values(given, "--template-argument") if isinstance(given, list | None) else given
 
 
 def in_float32(temperature: float) -> float:
@@ -98,10 +96,8 @@ def in_float32(temperature: float) -> float:
     return temperature
 
 
-class OtherNames(NamedTuple):
+class OtherNames(tuple[str, ...]):
     """What other software calls a setting, in its declaration."""
-
-    names: tuple[str, ...]
 
 
 class InShell(NamedTuple):
@@ -192,19 +188,16 @@ def settings(cls: type[Class] | None = None, *, kw_only: bool = False) -> Any:
     return made
 
 
-def read(cls: type[Class], given: Any, named: Callable[[str], str] = str) -> Class:
-    """A dataclass of settings out of values by name; `named` is how the user writes a name.
-
-    Raises UserError for a value that does not fit.
-    """
-    with refusing(cls, named):
-        return TypeAdapter(cls).validate_python(given)
+def read(cls: type[Class], given: Any) -> Class:
+    """A dataclass of settings out of values by name; UserError for one that does not fit."""
+    with refusing(cls):
+        return reader(cls).validate_python(given)  # type: ignore[no-any-return]
 
 
 @cache
 def reader(declared: Any) -> TypeAdapter[Any]:
-    """What reads values of a declaration."""
-    return TypeAdapter(declared, config=CONFIG)
+    """What reads values of a declaration, or the settings of a class."""
+    return TypeAdapter(declared, config=None if is_dataclass(declared) else CONFIG)
 
 
 def checked(name: str, declared: Any, value: Any) -> Any:
@@ -212,26 +205,21 @@ def checked(name: str, declared: Any, value: Any) -> Any:
     try:
         return reader(declared).validate_python(value)
     except ValidationError as error:
-        raise UserError(sentence(error, {"": declared}, lambda _: name)) from error
+        raise UserError(sentence(error, {name: declared})) from error
 
 
 @contextmanager
-def refusing(cls: Any, named: Callable[[str], str] = str) -> Iterator[None]:
+def refusing(cls: Any) -> Iterator[None]:
     """Turns what pydantic finds wrong with settings of a class into a UserError."""
     try:
         yield
     except ValidationError as error:
-        hints = get_type_hints(cls, include_extras=True)
         in_order = [each.name for each in fields(cls) if not each.kw_only]
-        raise UserError(sentence(error, hints, named, in_order)) from error
+        hints = get_type_hints(cls, include_extras=True)
+        raise UserError(sentence(error, hints, in_order)) from error
 
 
-def sentence(
-    error: ValidationError,
-    hints: dict[str, Any],
-    named: Callable[[str], str] = str,
-    in_order: Sequence[str] = (),
-) -> str:
+def sentence(error: ValidationError, hints: dict[str, Any], in_order: Sequence[str] = ()) -> str:
     """The first complaint about settings, whose declarations are the hints by name.
 
     `in_order` are the settings whose values need no name.
@@ -247,18 +235,18 @@ def sentence(
         near = get_close_matches(str(place), hints, n=1)
         return f"unknown setting {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     if kind == "missing":
-        return f"{named(own)} is missing, and has no default"
+        return f"{own} is missing, and has no default"
     if kind == "value_error" and not reason.startswith("must "):
         return reason  # a sentence already
     if kind.startswith(("greater_than", "less_than")):
-        return f"{named(own)} {range_of(hints[own], kind)}, got {value}"
+        return f"{own} {range_of(hints[own], kind)}, got {value}"
     if kind == "literal_error":
-        return f"{named(own)} must be {about['expected']}, got {value!r}"
+        return f"{own} must be {about['expected']}, got {value!r}"
     if kind == "value_error":
-        return f"{named(own)} {reason}, got {value!r}"
+        return f"{own} {reason}, got {value!r}"
     if words := KINDS.get(kind.split("_")[0]):
-        return f"{named(own)} must be {words}, got {value!r} ({type(value).__name__})"
-    return f"{named(own)} is {value!r}: {reason}"
+        return f"{own} must be {words}, got {value!r} ({type(value).__name__})"
+    return f"{own} is {value!r}: {reason}"
 
 
 def declarations(hint: Any) -> Iterator[Any]:
@@ -279,9 +267,8 @@ def range_of(hint: Any, broken: str) -> str:
         return f"must be {'at least' if 'ge' in found else 'above'} {low}"
     if low is None or whole:
         return f"must be {'at most' if 'le' in found else 'below'} {high}"
-    return (
-        f"must lie in {'[' if 'ge' in found else '('}{low}, {high}{']' if 'le' in found else ')'}"
-    )
+    ends = "[" if "ge" in found else "(", "]" if "le" in found else ")"
+    return f"must lie in {ends[0]}{low}, {high}{ends[1]}"
 
 
 def names_of(cls: Any) -> frozenset[str]:
@@ -303,5 +290,5 @@ def names_elsewhere(cls: Any) -> dict[str, str]:
         for each in fields(cls)
         for part in declarations(hints[each.name])
         if isinstance(part, OtherNames)
-        for other in part.names
+        for other in part
     }

@@ -114,12 +114,12 @@ def as_option(parameter: Parameter) -> Parameter:
     option.help = option.help or help_of(declared)
     kind = shell_type(declared)
     if get_origin(kind) is list:  # help shows one value, `<str>`, and not `<list[str]>`
-        is_mapping = dict in map(get_origin, parts)
+        is_mapping = dict in [get_origin(part) for part in parts]
         shown = "NAME=VALUE" if is_mapping else f"<{get_args(kind)[0].__name__.lower()}>"
         option.metavar = option.metavar or shown
     if option.callback is None and any(isinstance(part, FieldInfo) for part in parts):
         option.callback = check_of(declared)
-    hint = Annotated[kind | None if default is None else kind, option]
+    hint: Any = Annotated[kind | None if default is None else kind, option]
     return parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY)
 
 

@@ -64,7 +64,7 @@ def seeds_of(seed: object) -> int | list[int]:
     seeds = seed.tolist() if isinstance(seed, ARRAYS) else seed
     if integer(seeds) is None and is_list(seeds):
         return [checked("a seed", Integer, each) for each in seeds]
-    return checked("seed", Integer, seeds)  # type: ignore[no-any-return]
+    return checked("seed", Integer, seeds)
 
 
 def arguments_of(arguments: object) -> object:
@@ -78,9 +78,10 @@ def tokens_of(ids: object) -> frozenset[int]:
     """One token, or several."""
     values = ids.tolist() if isinstance(ids, ARRAYS) else ids
     several = values if isinstance(values, Collection) and not isinstance(values, str) else [values]
-    if any(integer(each) is None for each in several):
+    tokens = [integer(each) for each in several]
+    if None in tokens:
         raise ValueError("must be an integer, or several")
-    return frozenset(int(each) for each in several)
+    return frozenset(tokens)  # type: ignore[arg-type]
 
 
 TokenRows: TypeAlias = Annotated[
