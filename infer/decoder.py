@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ from drafthead.infer.loaded import (
 from drafthead.infer.method import Method, planner_of, rule_of
 from drafthead.infer.past import Memory
 from drafthead.infer.request.options import read_options, refuse_in_pieces
-from drafthead.infer.request.other_words import OtherWords, type_of_weights
+from drafthead.infer.request.other_words import type_of_weights
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.text_pieces import text_pieces
@@ -115,7 +115,7 @@ class Decoder:
         compile: bool | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         same_bits: bool = False,
-        **others: Unpack[OtherWords],
+        **others: Any,
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
@@ -128,7 +128,8 @@ class Decoder:
         best nodes of both (`WithLookup`).
 
         A loaded model stays as it is, also where it is in training; pass its `tokenizer`, or that
-        one's name, for prompts and answers that are texts. `others` are transformers' words.
+        one's name, for prompts and answers that are texts. `others` are transformers' words:
+        `torch_dtype` is taken, the rest is answered with ours.
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,

@@ -7,12 +7,10 @@ from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Required, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
-from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from drafthead.core.errors import first_line
 from drafthead.core.target.chat_template import reads
 from drafthead.infer import Decoder
 from drafthead.infer.request.options import read_options
@@ -321,30 +319,19 @@ class Answering(Body):
         raise NotImplementedError
 
     def options(self, max_tokens: int, processors: Sequence[LogitsProcessor]) -> dict[str, Any]:
-        """The options of the engine, but for the seed.
-
-        Raises ApiError 400 for what transformers refuses.
-        """
-        settings: dict[str, Any] = {
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "min_new_tokens": None if processors else self.min_tokens or None,
-            "min_p": None if self.greedy else self.min_p,
-            "sequence_bias": [[[t], b] for t, b in (self.logit_bias or {}).items()] or None,
-        }
-        given = {name: value for name, value in settings.items() if value is not None}
-        try:
-            config = GenerationConfig(do_sample=not self.greedy, **given)
-        except ValueError as error:
-            raise ApiError(400, first_line(error)) from error
+        """The options of the engine, but for the seed."""
         return {
             "max_new_tokens": max_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": None if self.greedy or not self.top_k else max(0, self.top_k),
             "top_p": None if self.greedy else self.top_p,
+            "min_p": None if self.greedy else self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "min_new_tokens": None if processors else self.min_tokens or None,
+            "sequence_bias": [[[t], b] for t, b in (self.logit_bias or {}).items()] or None,
             "logprobs": self.top,
-            "generation_config": config,
             "logits_processor": processors,
             "verifier": self.verifier,
             **self.rule_options,

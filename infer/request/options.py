@@ -1,5 +1,6 @@
 """From the keywords of one call, and its `GenerationConfig`, to its checked options."""
 
+import copy
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,10 +8,10 @@ from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.settings import names_of, values
-from drafthead.infer.request.generation_config import given_options, sampling_from
+from drafthead.infer.request.generation_config import PROCESSORS, given_options, sampling_from
 from drafthead.infer.request.other_words import refuse_unknown_options
 from drafthead.infer.request.request import TOKENIZED, BeamOptions, DecodeOptions
 from drafthead.infer.verifiers.base import options_of_rule, verifier_for
@@ -24,7 +25,7 @@ def keywords() -> list[str]:
     """The options of a call by name, those of its rule aside."""
     own = [each.name for each in fields(DecodeOptions) if each.name not in NOT_KEYWORDS]
     parts = [[f.name for f in fields(GROUPS[name])] if name in GROUPS else [name] for name in own]
-    return list(dict.fromkeys(name for part in parts for name in part))
+    return list(dict.fromkeys([name for part in parts for name in part] + sorted(PROCESSORS)))
 
 
 NAMES = keywords()
@@ -49,11 +50,7 @@ def read_options(options: Mapping[str, Any]) -> DecodeOptions:
         named |= {"verifier": rule, **values(text.split(","), "verifier")}
     of_rule = options_of_rule(rule, named.keys() - set(NAMES))
     refuse_unknown_options({**options, **named}, [*NAMES, *of_rule])
-    config = named.get("generation_config") or GenerationConfig()
-    if not isinstance(config, GenerationConfig):
-        raise UserError(
-            f"generation_config must be a GenerationConfig of transformers, got {config!r}"
-        )
+    config = config_of(named)
     given = given_options(config)
     if "seed" in options:
         named.setdefault("seed", secrets.randbits(63))
@@ -64,6 +61,7 @@ def read_options(options: Mapping[str, Any]) -> DecodeOptions:
         merged.pop("num_return_sequences", None)  # they are of the beams
     found = DecodeOptions(
         **{name: merged[name] for name in names_of(DecodeOptions) & merged.keys()},
+        generation_config=config,
         sampling=sampling,
         beams=beams,
         rule_options={name: named[name] for name in of_rule if name in named},
@@ -75,6 +73,27 @@ def read_options(options: Mapping[str, Any]) -> DecodeOptions:
             "answers: set a temperature above 0 or num_beams, or leave it out"
         )
     return found
+
+
+def config_of(named: dict[str, Any]) -> GenerationConfig:
+    """The config of a call, with the keywords that become processors, which are taken out.
+
+    Raises UserError for what is none, and for what transformers refuses.
+    """
+    config = named.pop("generation_config", None) or GenerationConfig()
+    if not isinstance(config, GenerationConfig):
+        raise UserError(
+            f"generation_config must be a GenerationConfig of transformers, got {config!r}"
+        )
+    if own := {name: named.pop(name) for name in PROCESSORS & named.keys()}:
+        config = copy.deepcopy(config)
+        for name, value in own.items():
+            setattr(config, name, value)
+        try:
+            config.validate()
+        except ValueError as error:
+            raise UserError(first_line(error)) from error
+    return config
 
 
 def refuse_in_pieces(options: DecodeOptions) -> None:

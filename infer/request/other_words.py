@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import TypedDict
+from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
@@ -51,25 +51,6 @@ OF_LOADING = {
 }  # fmt: skip
 
 
-class OtherWords(TypedDict, total=False):
-    """Keywords of transformers for `Decoder.from_pretrained`; `torch_dtype` alone is taken."""
-
-    torch_dtype: object  # the older name of `dtype`
-    device_map: object
-    attn_implementation: object
-    quantization_config: object
-    load_in_8bit: object
-    load_in_4bit: object
-    max_memory: object
-    low_cpu_mem_usage: object
-    revision: object
-    token: object
-    cache_dir: object
-    local_files_only: object
-    assistant_model: object
-    num_speculative_tokens: object
-
-
 class UnknownOptionError(UserError, TypeError):
     """A keyword that does not exist, and what to write instead."""
 
@@ -91,7 +72,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"{guess}Options: {', '.join(known)}"
 
 
-def type_of_weights(dtype: object, others: OtherWords) -> str:
+def type_of_weights(dtype: object, others: Mapping[str, Any]) -> str:
     """The name of the type that `dtype` or transformers' older word for it names.
 
     Raises UnknownOptionError for the other words, and UserError for a type that is given twice.

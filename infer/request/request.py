@@ -183,9 +183,9 @@ class DecodeOptions:
     # Whether penalties, n-grams and suppressed tokens that are not given come from the model's own
     # generation_config.json, as in `model.generate`.
     use_model_defaults: Flag = True
-    # Everything else under transformers' names: penalties, n-grams, bad words, forced and
-    # suppressed tokens, and also `frequency_penalty` and `presence_penalty`, which transformers
-    # lacks. What cannot be honoured raises UserError by name.
+    # More options under transformers' names. Penalties, n-grams, bad words, forced and suppressed
+    # tokens are keywords too (`Processors`), and so are `frequency_penalty` and
+    # `presence_penalty`, which transformers lacks. What cannot be honoured raises UserError.
     generation_config: GenerationConfig = field(default_factory=GenerationConfig)
     # Arguments of the chat template for prompts that are texts or messages, as `tools`, `documents`
     # or `enable_thinking` are. What the template does not read is refused.
