@@ -117,6 +117,11 @@ Flag = Annotated[bool, Field(strict=True)]
 AtLeastOne = Annotated[Integer, Field(ge=1)]
 NotNegative = Annotated[Integer, Field(ge=0)]
 
+# Of configurations, whose numbers YAML may have as texts: it knows no `1e-4`.
+Count = Annotated[int, Field(ge=1)]
+FromZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
 MaxNewTokens = Annotated[
     AtLeastOne,
     Field(description="Most new tokens in an answer."),

@@ -457,7 +457,7 @@ def test_an_average_of_weights_is_resumed_bit_for_bit(configure, target: Target)
 
 @pytest.mark.parametrize("ema", [0, 1, -0.5, 1.5])
 def test_a_decay_that_averages_nothing_is_refused(configure, ema: float):
-    with pytest.raises(UserError, match=rf"section train: ema must lie in \(0, 1\).* got {ema}"):
+    with pytest.raises(UserError, match=rf"train.ema must lie in \(0, 1\), got {ema}"):
         load_run_config(configure(ema=ema))
 
 
