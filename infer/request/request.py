@@ -26,10 +26,10 @@ from drafthead.core.settings import (
     Number,
     called,
     checked,
+    plain,
     settings,
 )
 from drafthead.infer.request.stopping import Stop
-from drafthead.infer.request.values import ARRAYS, integer, is_list
 
 DEFAULT_MAX_NEW_TOKENS = 128
 TOKENIZED = ("input_ids", "token_type_ids", "mm_token_type_ids")  # of a tokenizer's output
@@ -59,10 +59,15 @@ def seconds_of(seconds: object) -> object:
     return seconds
 
 
+def unpacked(values: Any) -> Any:
+    """The numbers of an array or a tensor; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
 def seeds_of(seed: object) -> int | list[int]:
     """One seed, or a list of seeds."""
-    seeds = seed.tolist() if isinstance(seed, ARRAYS) else seed
-    if integer(seeds) is None and is_list(seeds):
+    seeds = unpacked(seed)
+    if isinstance(seeds, Sequence) and not isinstance(seeds, str):
         return [checked("a seed", Integer, each) for each in seeds]
     return checked("seed", Integer, seeds)
 
@@ -76,12 +81,12 @@ def arguments_of(arguments: object) -> object:
 
 def tokens_of(ids: object) -> frozenset[int]:
     """One token, or several."""
-    values = ids.tolist() if isinstance(ids, ARRAYS) else ids
+    values = unpacked(ids)
     several = values if isinstance(values, Collection) and not isinstance(values, str) else [values]
-    tokens = [integer(each) for each in several]
-    if None in tokens:
+    tokens = [plain(each) for each in several]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise ValueError("must be an integer, or several")
-    return frozenset(tokens)  # type: ignore[arg-type]
+    return frozenset(tokens)
 
 
 TokenRows: TypeAlias = Annotated[
