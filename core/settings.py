@@ -196,7 +196,7 @@ def settings(cls: type[Class] | None = None, *, kw_only: bool = False) -> Any:
 def read(cls: type[Class], given: Any) -> Class:
     """A dataclass of settings out of values by name; UserError for one that does not fit."""
     with refusing(cls):
-        return reader(cls).validate_python(given)  # type: ignore[no-any-return]
+        return reader(cls).validate_python(given)  # type: ignore[arg-type]
 
 
 @cache

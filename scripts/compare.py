@@ -150,8 +150,8 @@ def compare_with_theory(
             "answers, so give at least 2"
         )
     temperatures = tuple(dict.fromkeys(terms.temperatures or (0.0, 1.0)))
-    how = theory.Terms(temperatures, terms.top_p, terms.max_new_tokens, length, terms.seed)
-    found = theory.examine(target, chains, ids, how)
+    terms = replace(terms, temperatures=temperatures)
+    found = theory.examine(target, chains, ids, terms, length)
     about = {
         **record.describe_run(model.target, target), "prompts": len(ids), "draft_tokens": length,
         "max_new_tokens": terms.max_new_tokens, "top_p": terms.top_p, "seed": terms.seed,
