@@ -279,11 +279,16 @@ class Answering(Body):
     @model_validator(mode="before")
     @classmethod
     def with_rule_options(cls, given: Any) -> Any:
-        """The request with the options of its rule gathered."""
+        """The request with the options of its rule gathered; ApiError 400 where they are already.
+
+        Fields of requests are no options of a rule, whatever that calls its own.
+        """
         rule = given.get("verifier") if isinstance(given, dict) else None
-        if not isinstance(rule, str) or "rule_options" in given:
+        if isinstance(given, dict) and "rule_options" in given:
+            raise not_supported("rule_options")
+        if not isinstance(rule, str):
             return given
-        own = options_of_rule(rule, ())
+        own = options_of_rule(rule, ()) - cls.model_fields.keys()
         others = {name: value for name, value in given.items() if name not in own}
         return others | {"rule_options": {n: v for n, v in given.items() if n in own}}
 

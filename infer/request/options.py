@@ -46,9 +46,12 @@ def read_options(options: Mapping[str, Any]) -> DecodeOptions:
     """
     named = {name: value for name, value in options.items() if value is not None}
     rule, _, text = str(named.get("verifier", "auto")).partition(":")
+    of_rule = options_of_rule(rule, named.keys() - set(NAMES)) - set(NAMES)
     if text:  # NAME:OPTION=VALUE,..., as in the shell
-        named |= {"verifier": rule, **values(text.split(","), "verifier")}
-    of_rule = options_of_rule(rule, named.keys() - set(NAMES))
+        written = values(text.split(","), "verifier")
+        if unknown := sorted(written.keys() - of_rule):
+            raise UserError(f"verifier {rule!r} has no option {unknown[0]}")
+        named |= {"verifier": rule, **written}
     refuse_unknown_options({**options, **named}, [*NAMES, *of_rule])
     config = config_of(named)
     given = given_options(config)

@@ -133,13 +133,14 @@ def verifier_for(name: str, temperature: float, sampling_rule: str = "match") ->
     return verifier
 
 
-def options_of_rule(name: object, wanted: Collection[str]) -> Collection[str]:
+def options_of_rule(name: object, wanted: Collection[str]) -> frozenset[str]:
     """The options of the rule called `name`, if there is one.
 
     Raises UserError for an option that is `wanted` and that another rule has.
     """
-    own = VERIFIERS[name].options if isinstance(name, str) and name in VERIFIERS else {}
-    for other in sorted(set(wanted) - own.keys()):
+    known = isinstance(name, str) and name in VERIFIERS
+    own = frozenset(VERIFIERS[name].options if known else ())
+    for other in sorted(set(wanted) - own):
         rules = [rule for rule in VERIFIERS if other in VERIFIERS[rule].options]
         if rules:
             raise UserError(

@@ -82,6 +82,7 @@ def test_its_option_is_a_keyword_of_every_way_to_decode(decoder) -> None:
         ({"verifier": "fixed", "tokens": 1}, "unknown option 'tokens': did you mean 'token'"),
         ({"verifier": "greedy", "token": 1}, "'greedy' has no option token; it is one of fixed"),
         ({"token": 1}, "'auto' has no option token; it is one of fixed"),
+        ({"verifier": "fixed:max_new_tokens=999"}, "'fixed' has no option max_new_tokens"),
         ({"verifier": "fixed", "temperature": 1}, "'fixed' would ignore temperature 1"),
     ],
 )
@@ -113,7 +114,13 @@ def test_a_client_of_the_server_asks_for_it(decoder) -> None:
             asked = body | {"token": number_of(decoder, letter)}
             whole = client.post("/v1/completions", json=asked).json()
             assert repeated(whole["choices"][0]["text"], letter)
-        for wrong in ({"token": "x"}, {"tokens": 3}, {"verifier": "other"}, {"temperature": 1}):
+        for wrong, named in (
+            ({"token": "x"}, "token"),
+            ({"tokens": 3}, "tokens"),
+            ({"verifier": "other"}, "other"),
+            ({"temperature": 1}, "temperature"),
+            ({"rule_options": {"max_new_tokens": 999}}, "rule_options"),
+        ):
             refused = client.post("/v1/completions", json=body | wrong)
             assert refused.status_code == 400, wrong
-            assert next(iter(wrong)) in refused.json()["error"]["message"] or "other" in wrong
+            assert named in refused.json()["error"]["message"], wrong
