@@ -62,14 +62,15 @@ def read_options(options: Mapping[str, Any]) -> DecodeOptions:
     merged, sampling = given | named, sampling_from(given, named)
     if (beams := read_beams(merged, sampling)) is not None:
         merged.pop("num_return_sequences", None)  # they are of the beams
+    asked = {name: named[name] for name in of_rule if name in named}
+    chosen = verifier_for(merged.get("verifier", "auto"), sampling.temperature).with_options(asked)
     found = DecodeOptions(
         **{name: merged[name] for name in names_of(DecodeOptions) & merged.keys()},
         generation_config=config,
         sampling=sampling,
         beams=beams,
-        rule_options={name: named[name] for name in of_rule if name in named},
+        rule_options={name: chosen.options[name] for name in asked},
     )
-    verifier_for(found.verifier, sampling.temperature).with_options(found.rule_options)
     if found.num_return_sequences > 1 and sampling.greedy:
         raise UserError(
             f"num_return_sequences={found.num_return_sequences} without sampling would give equal "
