@@ -133,13 +133,12 @@ def verifier_for(name: str, temperature: float, sampling_rule: str = "match") ->
     return verifier
 
 
-def options_of_rule(name: object, wanted: Collection[str]) -> frozenset[str]:
+def options_of_rule(name: str, wanted: Collection[str]) -> frozenset[str]:
     """The options of the rule called `name`, if there is one.
 
     Raises UserError for an option that is `wanted` and that another rule has.
     """
-    known = isinstance(name, str) and name in VERIFIERS
-    own = frozenset(VERIFIERS[name].options if known else ())
+    own = frozenset(VERIFIERS[name].options if name in VERIFIERS else ())
     for other in sorted(set(wanted) - own):
         rules = [rule for rule in VERIFIERS if other in VERIFIERS[rule].options]
         if rules:
