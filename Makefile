@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .DEFAULT_GOAL := help
@@ -17,9 +18,13 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[dev,serve]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[lab,serve]'
 	-$(BIN)/python -m drafthead.backends.cpu.kernels.library  # else it is compiled when it is needed
 	touch $(READY)
+
+$(TOOLS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[lab,serve,dev]'
+	touch $(TOOLS)
 
 demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 8 minutes.
 	$(BIN)/drafthead fetch smollm2
@@ -32,26 +37,26 @@ demo-offline: $(READY)  ## A build of 5 minutes on the small model of the tests,
 	$(BIN)/drafthead build --target assets/demo_target --prompts assets/demo_prompts/train.jsonl \
 		--minutes 5 --output runs/demo
 
-test: $(READY)  ## Prove each claim once: eleven minutes on 2 cores, at most four are used.
+test: $(TOOLS)  ## Prove each claim once: eleven minutes on 2 cores, at most four are used.
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-all: $(READY)  ## Run the tests of both stages, all cases of each claim: an hour on 2 cores.
+test-all: $(TOOLS)  ## Run the tests of both stages, all cases of each claim: an hour on 2 cores.
 	$(BIN)/python -m pytest $(SPREAD) -m 'not slow and not gpu'
 
 check: lint types test  ## Lint, types and tests.
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)
+types: $(TOOLS)
 	$(BIN)/mypy
 
-format: $(READY)  ## Format the code.
+format: $(TOOLS)  ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-layout: $(READY)  ## Print every module in a sentence.
+layout: $(TOOLS)  ## Print every module in a sentence.
 	$(BIN)/python tests/layout.py
 
 models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU. Resumable.

@@ -2,7 +2,7 @@
 
 Each head, draft model or table of n-grams is exported for the server, which its own script starts
 in this environment (`PYTHON`, `VLLM`, `LLAMA_CPP`, `LLAMA_SERVER`, `PORT` and `OPTIONS` as for
-`drafthead head export --launch`), and audited: is the text the target's, and are as many drafts
+its script), and audited: is the text the target's, and are as many drafts
 accepted as here? What ran, or why it did not, is kept in a JSON file beside earlier runs, and its
 table written into docs/formats.md.
 
@@ -16,9 +16,12 @@ table written into docs/formats.md.
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -36,8 +39,7 @@ from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
 from drafthead.lab.servers.asked import AskedServer
 from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
-from drafthead.lab.servers.export_for import export_named
-from drafthead.lab.servers.launch import running
+from drafthead.lab.servers.export_for import SCRIPT, Served, export_named
 from drafthead.train.distillation.connection import Connection, find_model, stored_end_ids
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +82,7 @@ def audited(server: str, drafter: str, name: str, target: Target, new: int) -> d
         folder = Path(temporary) / "served"
         served = export_named(server, drafter, name, folder)
         with said_why(log):
-            address, _ = stack.enter_context(running(folder, served, log))
+            address = stack.enter_context(running(folder, served, log))
         place, key = VERSIONS[server]
         version = os.environ.get("READER_VERSION")  # of one that does not know it
         version = version or requests.get(f"{address}/{place}", timeout=60).json().get(key)
@@ -102,6 +104,39 @@ def audited(server: str, drafter: str, name: str, target: Target, new: int) -> d
         "here": audit.drafts_here.length,
         "findings": {check: one and asdict(one) for check, one in found.items()},
     }
+
+
+@contextmanager
+def running(folder: Path, served: Served, log: IO[bytes]) -> Iterator[str]:
+    """The address of a server that a script starts, while the block runs; it prints into `log`.
+
+    Raises UserError when it ends before it is ready.
+    """
+    address, script = f"http://127.0.0.1:{os.environ.get('PORT', '8000')}", folder / SCRIPT
+    process = subprocess.Popen(
+        ["sh", str(script)], start_new_session=True, stdout=log, stderr=subprocess.STDOUT
+    )
+    try:
+        while not is_ready(address):
+            if process.poll() is not None:
+                raise UserError(f"{served.server} ended with status {process.returncode}")
+            time.sleep(0.2)
+        yield address
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def is_ready(address: str) -> bool:
+    """Whether a server says that it can answer."""
+    try:
+        return requests.get(f"{address}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
 
 
 @contextmanager

@@ -1,21 +1,19 @@
 """From logits to probabilities, and random draws that do not depend on other rows of a batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from drafthead.core.errors import UserError
 from drafthead.core.host import to_device
+from drafthead.core.settings import Number, Temperature, TopK, TopP, settings
 
 # Children are drawn from a draft's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
 DRAFT_SUPPORT = 64
 # Draft probabilities below this count as 0, see `draft_distribution`.
 LEAST_DRAFT_PROBABILITY = 1e-200
-# Quotients of logits up to 1e8 and temperatures from 1e-30 on are finite in float32.
-LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
-LEAST_TOP_P = 1e-30
 # Stands for the token where logits describe no distribution. The host finds it among a step's
 # tokens, so that no other copy has to be awaited. No token of a vocabulary is negative.
 NO_TOKEN = -1
@@ -25,7 +23,7 @@ STRIDE = 0xD1B54A32D192ED03  # between the numbers of two steps of a row
 NO_TOP_K = 2**24
 
 
-@dataclass(frozen=True)
+@settings
 class SamplingConfig:
     """How the target's logits become the distribution that is sampled.
 
@@ -34,28 +32,11 @@ class SamplingConfig:
     fields, each to the tokens that the one before has left.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.temperature and not LEAST_TEMPERATURE <= self.temperature <= GREATEST_TEMPERATURE:
-            raise UserError(
-                f"temperature must be 0 or between {LEAST_TEMPERATURE:g} and "
-                f"{GREATEST_TEMPERATURE:g}, got {self.temperature}: use 0 for the most probable "
-                "tokens"
-            )
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (off) or above, got {self.top_k}")
-        # Rounded to 0 in float32 it would keep no token, and the kernel for GPUs would not end.
-        if not LEAST_TOP_P <= self.top_p <= 1:
-            raise UserError(f"top_p must lie in (0, 1], at least {LEAST_TOP_P:g}, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if not 0 < self.typical_p <= 1:
-            raise UserError(f"typical_p must lie in (0, 1], got {self.typical_p}")
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    typical_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
 
     @property
     def greedy(self) -> bool:

@@ -4,7 +4,7 @@ from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import DecodeResult, Logprobs, TextStream
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.stats import DecodeStats
-from drafthead.infer.request.options import DecodeOptions
+from drafthead.infer.request.request import DecodeOptions
 from drafthead.infer.serving import Answer, ServeRequest
 
 __all__ = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -35,10 +35,10 @@ from drafthead.infer.loaded import (
 )
 from drafthead.infer.method import Method, planner_of, rule_of
 from drafthead.infer.past import Memory
-from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
-from drafthead.infer.request.other_words import OtherWords, type_of_weights
+from drafthead.infer.request.options import read_options, refuse_in_pieces
+from drafthead.infer.request.other_words import type_of_weights
 from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.request.request import Options, Request
+from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.text_pieces import text_pieces
 from drafthead.infer.request_of import endless_request, request_of, single
 from drafthead.infer.running_rows import RunningRows
@@ -115,7 +115,7 @@ class Decoder:
         compile: bool | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         same_bits: bool = False,
-        **others: Unpack[OtherWords],
+        **others: Any,
     ) -> "Decoder":
         """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
 
@@ -128,7 +128,8 @@ class Decoder:
         best nodes of both (`WithLookup`).
 
         A loaded model stays as it is, also where it is in training; pass its `tokenizer`, or that
-        one's name, for prompts and answers that are texts. `others` are transformers' words.
+        one's name, for prompts and answers that are texts. `others` are transformers' words:
+        `torch_dtype` is taken, the rest is answered with ours.
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
@@ -153,7 +154,7 @@ class Decoder:
         return f"Decoder({described(self.target, self.drafter)})"
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
+        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Any
     ) -> DecodeResult:
         """Decode one prompt or a batch; `DecodeOptions` documents the options.
 
@@ -171,7 +172,7 @@ class Decoder:
             pass
         return self.result(run)
 
-    def stream(self, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]) -> TextStream:
+    def stream(self, prompt: Prompt | None = None, **options: Any) -> TextStream:
         """Decode one prompt as `generate` does; the text comes piece by piece.
 
         The pieces joined are the text that `generate` returns.
@@ -188,7 +189,7 @@ class Decoder:
         return Stream(pieces, run.stats, lambda: self.result(run))
 
     def steps(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Unpack[DecodeOptions]
+        self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Any
     ) -> Stream[Emitted]:
         """Decode as `generate` does, one pass each time that the stream is asked.
 
@@ -220,7 +221,7 @@ class Decoder:
         self,
         batch_sizes: Sequence[int] = (1,),
         fresh: bool = False,
-        **options: Unpack[DecodeOptions],
+        **options: Any,
     ) -> None:
         """Do before serving what the first answers would do: learn what steps cost, make graphs.
 
@@ -249,9 +250,7 @@ class Decoder:
             return
         time_or_visit(plans, run, rule, fresh)
 
-    def serve(
-        self, requests: Requests, *, max_rows: int = 8, **options: Unpack[DecodeOptions]
-    ) -> Iterator[Answer]:
+    def serve(self, requests: Requests, *, max_rows: int = 8, **options: Any) -> Iterator[Answer]:
         """Answer requests that come and go, up to `max_rows` of them in one batch.
 
         `requests` is an iterable, maybe endless, of prompts or `ServeRequest`s, or a `queue.Queue`
@@ -269,7 +268,6 @@ class Decoder:
 
         def read(request: ServeRequest, number: int) -> Request:
             settings = read_options({**options, **own_options(request, seed + number)})
-            verifier_for(settings.verifier, settings.sampling.temperature)  # they may not fit
             return single(self.request(request.prompt, settings))
 
         return serve(WaitingRequests(requests, read), self.running_rows(max_rows), self.tokenizer)
@@ -291,7 +289,7 @@ class Decoder:
         Raises UserError for what is not one prompt of `generate`.
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
-        options: DecodeOptions = {"max_new_tokens": 1, "use_model_defaults": False}
+        options = {"max_new_tokens": 1, "use_model_defaults": False}
         settings = read_options({**options, "chat_template_kwargs": chat_template_kwargs})
         run = BatchRun(single(self.request(prompt, settings)), self.target.device)
         if run.request.prompts[0] not in [past.tokens for past in self.memory.known()]:
@@ -303,7 +301,7 @@ class Decoder:
         self.memory.pasts.clear()
         self.memory.kept.clear()
 
-    def chat(self, system: str | None = None, **options: Unpack[DecodeOptions]) -> ChatSession:
+    def chat(self, system: str | None = None, **options: Any) -> ChatSession:
         """A conversation whose turns keep the caches of earlier ones, with the options of
         `generate`.
 
@@ -324,7 +322,7 @@ class Decoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         return ChatSession(begin, self.result, self.tokenizer, messages)
 
-    def _begin(self, prompts: Any, options: Options) -> tuple[BatchRun, Iterator[Emitted]]:
+    def _begin(self, prompts: Any, options: DecodeOptions) -> tuple[BatchRun, Iterator[Emitted]]:
         """Check the request and prepare its batch; passes run as the iterator is asked."""
         return self._start(self.request(prompts, options))
 
@@ -335,7 +333,7 @@ class Decoder:
         passes = method.decode(run) if request.beams is None else search(method, run)
         return run, in_time(passes, run)
 
-    def request(self, prompts: Any, options: Options) -> Request:
+    def request(self, prompts: Any, options: DecodeOptions) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
         return request_of(self.target, prompts, options, self.end_ids, self.draft_temperature)
 

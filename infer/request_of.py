@@ -15,14 +15,14 @@ from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.request.generation_config import refuse_other_start, with_own_settings
 from drafthead.infer.request.processors import processors_for
 from drafthead.infer.request.prompts import encode, pad_token_of, refuse_unknown_tokens
-from drafthead.infer.request.request import Options, Request
+from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.stopping import stops_for
 
 
 def request_of(
     target: Target,
     prompts: Any,
-    options: Options,
+    options: DecodeOptions,
     end_ids: frozenset[int],
     draft_temperature: float | None = None,
 ) -> Request:
@@ -35,21 +35,25 @@ def request_of(
         target.tokenizer,
         options.attention_mask,
         pad_token_of(target),
-        options.template_arguments,
+        options.chat_template_kwargs,
         continue_final_message=options.continue_final_message,
     )
     texts = [text for text in texts for _ in range(options.num_return_sequences)]
     refuse_unknown_tokens(texts, target.vocab_size)
-    refuse_other_start(options.config, target.decoder_prompt)
+    refuse_other_start(options.generation_config, target.decoder_prompt)
     ids = [target.as_prompt(text) for text in texts]
     prefixes = [target.answer_prefix(prompt) for prompt in ids]
     limits = limits_of(options, prefixes, target.context)
-    ends = end_ids if options.own_ends is None else options.own_ends
-    custom, criteria, config = options.logits_processor, options.stopping_criteria, options.config
+    ends = end_ids if options.eos_token_id is None else options.eos_token_id
+    custom, criteria, config = (
+        options.logits_processor,
+        options.stopping_criteria,
+        options.generation_config,
+    )
     if options.use_model_defaults:
         own = getattr(target.model, "generation_config", None)
         config = with_own_settings(config, own, target.model.name_or_path or "the model")
-    top = options.top_logprobs
+    top = options.logprobs
     return Request(
         **vars(options),
         prompts=ids,
@@ -64,7 +68,7 @@ def request_of(
     )
 
 
-def prompts_of(options: Options, first: Any) -> Any:
+def prompts_of(options: DecodeOptions, first: Any) -> Any:
     """The prompts, which came as the first argument or by name.
 
     Raises UserError for none, and for both.
@@ -76,7 +80,7 @@ def prompts_of(options: Options, first: Any) -> Any:
     return options.tokenized if first is None else first
 
 
-def seeds_of(options: Options, rows: int) -> list[int]:
+def seeds_of(options: DecodeOptions, rows: int) -> list[int]:
     """One seed for each answer; raises UserError when another number of seeds was given."""
     if isinstance(options.seed, int):
         return [options.seed + row for row in range(rows)]
@@ -85,7 +89,9 @@ def seeds_of(options: Options, rows: int) -> list[int]:
     return list(options.seed)
 
 
-def limits_of(options: Options, prompts: Sequence[Sequence[int]], context: Context) -> list[int]:
+def limits_of(
+    options: DecodeOptions, prompts: Sequence[Sequence[int]], context: Context
+) -> list[int]:
     """Most new tokens for each prompt, in the context of a target.
 
     Raises UserError for a prompt that leaves no room for an answer, see also `Context.room`.
@@ -101,7 +107,7 @@ def limits_of(options: Options, prompts: Sequence[Sequence[int]], context: Conte
     return [context.room(f"prompt {n}", len(prompt), limit) for n, (prompt, limit) in pairs]
 
 
-def limit_of(options: Options, prompt_length: int) -> int:
+def limit_of(options: DecodeOptions, prompt_length: int) -> int:
     """Most new tokens in a context without end; below 1 when max_length leaves no room."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
@@ -116,7 +122,7 @@ def single(request: Request) -> Request:
     return request
 
 
-def endless_request(target: Target, options: Options, rows: int, length: int) -> Request:
+def endless_request(target: Target, options: DecodeOptions, rows: int, length: int) -> Request:
     """A request of random prompts of `length` tokens or fewer, whose answers do not end by a token.
 
     For timing: they say everything twice, so that lookup has something to find.
@@ -127,6 +133,6 @@ def endless_request(target: Target, options: Options, rows: int, length: int) ->
     ids = torch.randint(target.vocab_size, (rows, half), generator=generator)
     prompts = ids.repeat(1, 2)[:, :length]
     # What is of prompts that are texts or messages has no meaning for these.
-    options = replace(options, template_arguments={}, continue_final_message=None)
+    options = replace(options, chat_template_kwargs={}, continue_final_message=None)
     options = replace(options, attention_mask=torch.ones_like(prompts))
     return replace(request_of(target, prompts, options, frozenset()), end_ids=frozenset(), stops=())

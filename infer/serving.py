@@ -1,7 +1,7 @@
 """Requests that come and go: rows join the running batch as others end."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any, TypeAlias
 
@@ -10,15 +10,14 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
-from drafthead.infer.request.options import OF_ONE_CALL, DecodeOptions, read_options
+from drafthead.core.settings import AtLeastOne, checked
+from drafthead.infer.request.options import NAMES, OF_ONE_CALL, read_options
 from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.request.request import Options, Request
+from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.request.text_pieces import texts_of
-from drafthead.infer.request.values import whole_option
 from drafthead.infer.running_rows import RunningRows
 from drafthead.infer.tickets import Gain, Ticket
-from drafthead.infer.verifiers import verifier_for
 
 # Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
 # takes as long as ten steps, and rows that wait cost nothing.
@@ -39,6 +38,7 @@ class ServeRequest:
     top_k: int | None = None
     top_p: float | None = None
     stop_strings: str | Sequence[str] | None = None
+    verifier: str | None = None  # with options of the rule: "typical:typical_epsilon=0.1"
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,14 @@ Requests: TypeAlias = Iterable[ServeRequest | Prompt] | Queue[ServeRequest | Pro
 Reader: TypeAlias = Callable[[ServeRequest, int], Request]
 
 
-def shared_options(options: DecodeOptions, max_rows: int) -> int:
+def shared_options(options: Mapping[str, Any], max_rows: int) -> int:
     """Check the options of a call of `serve`; returns the seed of its first request.
 
-    Raises UserError for an option that cannot be shared, for a verifier that does not fit, for a
-    list of seeds and for a max_rows below 1.
+    Raises UserError for an option that cannot be shared, for a list of seeds and for a max_rows
+    below 1.
     """
-    whole_option("max_rows", max_rows)
+    checked("max_rows", AtLeastOne, max_rows)
     settings = read_options(options)
-    verifier_for(settings.verifier, settings.sampling.temperature)
     refuse_of_one_call(options, settings, "serve does not take {}: its requests come one by one")
     if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in settings.logits_processor):
         raise UserError("serve does not take prefix_allowed_tokens_fn, which counts prompts")
@@ -87,25 +86,23 @@ def shared_options(options: DecodeOptions, max_rows: int) -> int:
     return settings.seed
 
 
-def refuse_of_one_call(options: DecodeOptions, settings: Options, sentence: str) -> None:
+def refuse_of_one_call(options: Mapping[str, Any], settings: DecodeOptions, sentence: str) -> None:
     """Raise UserError, a sentence with the option's name, for one that is about a single call."""
     # These may also come in a generation config.
     read = {
         "num_return_sequences": settings.num_return_sequences > 1,
         "num_beams": settings.beams is not None,
-        "max_time": settings.max_seconds is not None,
+        "max_time": settings.max_time is not None,
     }
     given = {name for name, value in options.items() if value is not None} & OF_ONE_CALL
     if others := given | {name for name, is_set in read.items() if is_set}:
         raise UserError(sentence.format(min(others)))
 
 
-def own_options(request: ServeRequest, seed: int) -> DecodeOptions:
+def own_options(request: ServeRequest, seed: int) -> dict[str, Any]:
     """The options that a request gives for itself, with its seed, by default `seed`."""
-    names = [each.name for each in fields(request) if each.name in DecodeOptions.__annotations__]
-    own: Any = {name: getattr(request, name) for name in names}
-    given: DecodeOptions = {name: value for name, value in own.items() if value is not None}  # type: ignore[assignment]
-    return {"seed": seed, **given}
+    own = {name: getattr(request, name, None) for name in NAMES}
+    return {"seed": seed} | {name: value for name, value in own.items() if value is not None}
 
 
 class WaitingRequests:

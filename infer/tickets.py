@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
@@ -36,13 +36,16 @@ class Way(NamedTuple):
     sampling: SamplingConfig
     end_ids: frozenset[int]
     processed: bool
-    top_logprobs: int | None
+    logprobs: int | None
+    verifier: str
+    rule_options: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, request: Request) -> "Way":
         """How a request is decoded."""
         processed = bool(request.processors)
-        return cls(request.sampling, request.end_ids, processed, request.top_logprobs)
+        rule = request.verifier, tuple(sorted(request.rule_options.items()))
+        return cls(request.sampling, request.end_ids, processed, request.logprobs, *rule)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What happened in each step of an answer: the proposed tree, and what became of its nodes."""
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.step import Outcome
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.request.options import DecodeOptions, read_options, refuse_in_pieces
+from drafthead.infer.request.options import read_options, refuse_in_pieces
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request_of import single
 
@@ -99,9 +99,7 @@ def draft_prob(tree: TokenTree, parent: int, token: int) -> float | None:
     return float(tree.draft_probs[0, parent][found].sum())
 
 
-def trace(
-    decoder: Decoder, prompt: Prompt | None = None, **options: Unpack[DecodeOptions]
-) -> Trace:
+def trace(decoder: Decoder, prompt: Prompt | None = None, **options: Any) -> Trace:
     """Decode one prompt as `Decoder.generate` does, and keep what each step proposed and accepted.
 
     Steps are eager, so their times are not those of compiled ones. Raises what `generate` raises,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import MaxNewTokens
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def main(
         str | None, typer.Option(help="JSONL, Parquet or data set; a few questions by default.")
     ] = None,
     limit: options.PromptLimit = 8,
-    max_new_tokens: options.MaxNewTokens = 64,
+    max_new_tokens: MaxNewTokens = 64,
     samples: Annotated[
         int, typer.Option(help="Short continuations at temperature 1, after each of two prompts.")
     ] = 200,

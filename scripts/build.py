@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import MaxNewTokens
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def main(
             "eagle3-portable."
         ),
     ] = "eagle3",
-    max_new_tokens: options.MaxNewTokens = 192,
+    max_new_tokens: MaxNewTokens = 192,
     seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
     compile: Annotated[
         bool | None,

@@ -1,22 +1,22 @@
 """`drafthead chat`: a conversation in the terminal, whose turns keep the caches of earlier ones."""
 
 import sys
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from drafthead.core.settings import CompileSwitch, MaxNewTokens, settings
 from drafthead.scripts import options
 
 NEW, HELP = "/new", "/help"
 COMMANDS = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Turns(options.Answers):
     """How the answers of a conversation are made: they may be longer."""
 
-    max_new_tokens: options.MaxNewTokens = 512
+    max_new_tokens: MaxNewTokens = 512
 
 
 def main(
@@ -28,7 +28,7 @@ def main(
         bool, typer.Option(help="Colour the text that was drafted and accepted.")
     ] = False,
     turns: Turns,
-    compile: options.CompileSwitch = None,
+    compile: CompileSwitch = None,
 ) -> None:
     """Talk to a model, and see after each answer how fast it was.
 

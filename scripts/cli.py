@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
@@ -193,6 +194,16 @@ def fail(message: str, status: int) -> int:
     return status
 
 
+def missing(error: ModuleNotFoundError, requirements: Sequence[str]) -> str:
+    """What to install, where a module of an extra of the requirements is not; else the error."""
+    module = (error.name or "").partition(".")[0]
+    for line in requirements:
+        project, extra = re.match(r"[\w.-]*", line), re.search(r'extra == "(\w+)"', line)
+        if project and extra and project[0].replace("-", "_") == module:
+            return f"{module} is not installed: pip install 'drafthead[{extra[1]}]'"
+    raise error
+
+
 def main() -> None:
     """Run the verb; bad input ends with one sentence and exit status 2, Ctrl-C with 130."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)  # warnings of other libraries
@@ -205,6 +216,8 @@ def main() -> None:
         build_app(words)(words)
     except UserError as error:
         sys.exit(fail(str(error), 2))
+    except ModuleNotFoundError as error:
+        sys.exit(fail(missing(error, importlib.metadata.requires("drafthead") or []), 2))
     except OSError as error:
         sys.exit(fail(f"{error.strerror or error}: {error.filename or 'a file'}", 1))
     except (InterruptedVerbError, KeyboardInterrupt):

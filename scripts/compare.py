@@ -1,36 +1,32 @@
 """`drafthead compare`: which way of decoding is fastest here, and by how much."""
 
-from dataclasses import dataclass
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import AtLeastOne, CompileSwitch, TemplateArguments, settings
+from drafthead.lab.races.terms import RaceTerms, Temperatures
 from drafthead.scripts import options
 
 PROMPTS, THEORY_PROMPTS = 20, 8  # unless the user says how many
 UNFINISHED = "unfinished.jsonl"  # in the output's folder, until the report is written
 
 
-@dataclass(frozen=True, kw_only=True)
-class Race:
-    """What everybody decodes, and how often."""
+@settings(kw_only=True)
+class Race(RaceTerms):
+    """What everybody decodes, how often, and how prompts are read."""
 
-    temperature: Annotated[
-        list[float] | None, typer.Option(help="0 is greedy; repeatable. 0 by default.")
-    ] = None
-    top_p: options.TopP = 1.0
-    max_new_tokens: options.MaxNewTokens = 128
-    seed: options.Seed = 0
+    temperatures: Temperatures = ()  # of a race 0, beside theory 0 and 1
     limit: Annotated[
-        int | None,
-        typer.Option(help="Use this many prompts, from the first; by default 20.", min=1),
+        AtLeastOne | None,
+        Field(description="Use this many prompts, from the first; by default 20."),
     ] = None
-    batch_size: options.BatchSize = 1
-    rounds: Annotated[int, typer.Option(help="Times that every prompt is decoded.")] = 3
     prompt_column: options.PromptColumn = None
-    template_argument: options.TemplateArgument = None
+    template_arguments: TemplateArguments = field(default_factory=dict)
 
 
 def main(
@@ -45,8 +41,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the table as .json, .md and .png.")],
     drafting: options.Drafting,
     race: Race,
-    rule: options.RuleName = "auto",
-    compile: options.CompileSwitch = None,
+    compile: CompileSwitch = None,
     theory: Annotated[
         bool,
         typer.Option(
@@ -70,15 +65,15 @@ def main(
     if theory:
         other = {
             "--batch-size": race.batch_size > 1, "--rounds": race.rounds != 3,
-            "--rule": rule != "auto", "--compile": compile, "--tree-nodes": drafting.tree_nodes,
-            "--prompt-column": race.prompt_column, "--template-argument": race.template_argument,
-            "--same-bits": drafting.same_bits,
+            "--rule": race.verifier != "auto", "--compile": compile,
+            "--tree-nodes": drafting.tree_nodes, "--prompt-column": race.prompt_column,
+            "--template-argument": race.template_arguments, "--same-bits": drafting.same_bits,
         }  # fmt: skip
         options.refuse(other, "--theory decodes chains, one prompt at a time")
         compare_with_theory(model, drafting, prompts, race, output)
     else:
         options.refuse({"--same-bits": drafting.same_bits}, "a race is of passes as they are")
-        run_race(model, drafting, prompts, race, rule, compile, output)
+        run_race(model, drafting, prompts, race, compile, output)
 
 
 def run_race(
@@ -86,7 +81,6 @@ def run_race(
     drafting: options.Drafting,
     prompts: str,
     terms: Race,
-    rule: str,
     compile: bool | None,
     output: Path,
 ) -> None:
@@ -94,34 +88,28 @@ def run_race(
     from drafthead.core.target.any_target import load_target
     from drafthead.infer.loaded import DEFAULT_CHAIN
     from drafthead.lab.races import racing, record
-    from drafthead.lab.races.race import RaceTerms
     from drafthead.lab.reports import comparison
 
-    temperatures = tuple(terms.temperature or [0.0])
-    race = RaceTerms(
-        temperatures, terms.max_new_tokens, terms.rounds, rule, terms.seed, terms.batch_size,
-        terms.top_p,
-    )  # fmt: skip
+    terms = replace(terms, temperatures=terms.temperatures or (0.0,))
     drafts = record.drafts_by_name(drafting.draft or ())
     length = DEFAULT_CHAIN if drafting.draft_tokens is None else drafting.draft_tokens
     target = load_target(model.target, model.dtype, model.device)
     how = racing.DraftOptions(length, drafting.tree_nodes, compile, model.dtype)
     racers = racing.entrants(target, drafts, how)
-    arguments = options.template_values(terms.template_argument)
     questions = record.read_prompts(
-        prompts, terms.limit or PROMPTS, racers.plain, terms.max_new_tokens, arguments,
-        terms.prompt_column,
+        prompts, terms.limit or PROMPTS, racers.plain, terms.max_new_tokens,
+        terms.template_arguments, terms.prompt_column,
     )  # fmt: skip
     run = record.describe_run(model.target, target)
     unfinished = racing.begun_race(output / UNFINISHED, run, questions, target, [*drafts.values()])
-    rows, differing = racing.run_races(racers, questions, race, unfinished)
+    rows, differing = racing.run_races(racers, questions, terms, unfinished)
     notes = comparison.noise_notes(rows)
-    if 0 in temperatures:
+    if 0 in terms.temperatures:
         notes += comparison.divergence_notes(differing, rows, len(questions))
     about = {
         **run, "prompts": len(questions), "max_new_tokens": terms.max_new_tokens,
         "rounds": terms.rounds, "batch_size": terms.batch_size, "top_p": terms.top_p,
-        "template_arguments": arguments,
+        "template_arguments": terms.template_arguments,
         "divergences": [vars(divergence) for divergence in differing],
     }  # fmt: skip
     options.finish(comparison.comparison_report(rows, notes, about), output / "comparison.json")
@@ -161,9 +149,9 @@ def compare_with_theory(
             f"{prompts} gives {len(ids)} prompt within --limit {limit}: intervals are taken over "
             "answers, so give at least 2"
         )
-    temperatures = tuple(dict.fromkeys(terms.temperature or (0.0, 1.0)))
-    how = theory.Terms(temperatures, terms.top_p, terms.max_new_tokens, length, terms.seed)
-    found = theory.examine(target, chains, ids, how)
+    temperatures = tuple(dict.fromkeys(terms.temperatures or (0.0, 1.0)))
+    terms = replace(terms, temperatures=temperatures)
+    found = theory.examine(target, chains, ids, terms, length)
     about = {
         **record.describe_run(model.target, target), "prompts": len(ids), "draft_tokens": length,
         "max_new_tokens": terms.max_new_tokens, "top_p": terms.top_p, "seed": terms.seed,

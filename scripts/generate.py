@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from drafthead.core.settings import CompileSwitch
 from drafthead.scripts import options
 
 
@@ -26,7 +27,7 @@ def main(
         float | None,
         typer.Option(help="Temperature of sampled drafts; changes speed, never the distribution."),
     ] = None,
-    compile: options.CompileSwitch = None,
+    compile: CompileSwitch = None,
 ) -> None:
     """Answer a prompt, printing the text while it is decoded, and report the speed.
 

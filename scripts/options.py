@@ -4,28 +4,48 @@ A group is a dataclass whose fields are options; a verb that has it as a paramet
 Its methods make what they describe. Like all files of verbs this one imports no torch at the top.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import MISSING, field, fields, is_dataclass
 from functools import wraps
 from importlib import resources
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import Field
+from pydantic.fields import FieldInfo
 from typer.models import ParameterInfo
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.settings import (
+    RULES,
+    AtLeastOne,
+    DeviceName,
+    DtypeName,
+    InShell,
+    MaxNewTokens,
+    Seed,
+    TargetName,
+    Temperature,
+    TemplateArguments,
+    TopK,
+    TopP,
+    checked,
+    declarations,
+    help_of,
+    names_of,
+    settings,
+    values,
+)
 
 if TYPE_CHECKING:
     from drafthead.core.target.target import Target
-    from drafthead.infer import DecodeOptions, Decoder
+    from drafthead.infer import Decoder
     from drafthead.lab.reports.report import Report
     from drafthead.train.data.fitted_rows import Reading
-
-
-Settings = TypeVar("Settings")
 
 
 class InterruptedVerbError(Exception):
@@ -38,25 +58,27 @@ def with_groups(main: Callable[..., None]) -> Callable[..., None]:
     The verb raises InterruptedVerbError instead of KeyboardInterrupt.
     """
     groups: dict[str, Any] = {}
-    parameters: list[Parameter] = []
+    found: list[Parameter] = []
     for parameter in signature(main, eval_str=True).parameters.values():
         if is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
-            parameters += group_parameters(parameter.annotation)
+            found += group_parameters(parameter.annotation)
         else:
-            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-    for parameter in parameters:
-        name_one_value(parameter.annotation)
+            found.append(parameter)
+    parameters = [*map(as_option, found)]
 
     @wraps(main)
     def run(**options: Any) -> None:
         """The verb, with its groups made of their options."""
+        given = {name: value for name, value in options.items() if value is not None}
         made = {
-            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            name: group(**{own: given[own] for own in names_of(group) & given.keys()})
             for name, group in groups.items()
         }
+        of_groups = {own for group in groups.values() for own in names_of(group)}
+        others = {name: value for name, value in options.items() if name not in of_groups}
         try:
-            main(**options, **made)
+            main(**others, **made)
         except KeyboardInterrupt:
             raise InterruptedVerbError from None
 
@@ -69,51 +91,63 @@ def with_groups(main: Callable[..., None]) -> Callable[..., None]:
 def group_parameters(group: Any) -> list[Parameter]:
     """The fields of a group as parameters."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+    found = []
+    for own in fields(group):
+        hint = hints[own.name]
+        default = None if own.default in (MISSING, ()) else own.default
+        if own.default is own.default_factory is MISSING:
+            default = Parameter.empty
+        found.append(Parameter(own.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+    return found
 
 
-def name_one_value(annotation: Any) -> None:
-    """Have help show an option that may be repeated as its value, `<str>`, not as `<list[str]>`."""
-    hint, *about = get_args(annotation) or [annotation]
-    lists = [part for part in (hint, *get_args(hint)) if get_origin(part) is list]
-    for option in about:
-        if lists and isinstance(option, ParameterInfo) and option.metavar is None:
-            option.metavar = f"<{get_args(lists[0])[0].__name__.lower()}>"
+def as_option(parameter: Parameter) -> Parameter:
+    """A parameter as typer reads one: what it declares is its help, and checks what is given."""
+    declared, default = parameter.annotation, parameter.default
+    parts = [*declarations(declared)]
+    option = next((copy(part) for part in parts if isinstance(part, ParameterInfo)), None)
+    if option is None:
+        names = [part.option for part in parts if isinstance(part, InShell)]
+        if default is False and not names:
+            names = [f"--{parameter.name.replace('_', '-')}"]  # no --no-...
+        option = typer.Option(*names)
+    option.help = option.help or help_of(declared)
+    kind = shell_type(declared)
+    if get_origin(kind) is list:  # help shows one value, `<str>`, and not `<list[str]>`
+        is_mapping = dict in [get_origin(part) for part in parts]
+        shown = "NAME=VALUE" if is_mapping else f"<{get_args(kind)[0].__name__.lower()}>"
+        option.metavar = option.metavar or shown
+    if option.callback is None and any(isinstance(part, FieldInfo) for part in parts):
+        option.callback = check_of(declared)
+    hint: Any = Annotated[kind | None if default is None else kind, option]
+    return parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY)
 
 
-def made_of(kind: type[Settings], groups: Sequence[object], others: Mapping[str, Any]) -> Settings:
-    """Settings, a dataclass, out of the options of groups with the same names and of `others`."""
-    given: dict[str, Any] = {}
-    for values in (*map(vars, groups), others):
-        given |= values
-    return kind(**{field.name: given[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+def shell_type(declared: Any) -> Any:
+    """The type that typer knows: a list for a tuple and a mapping; without what is declared."""
+    origin, inner = get_origin(declared), get_args(declared)
+    if origin is Annotated:
+        return shell_type(inner[0])
+    if origin in (Union, UnionType):
+        return next(shell_type(each) for each in inner if each is not type(None))
+    if origin in (list, tuple):
+        return list[shell_type(inner[0])]  # type: ignore[misc]
+    return list[str] if origin is dict else declared
 
 
-def at_least_one(option: typer.CallbackParam, value: int) -> int:
-    """The value; raises UserError if it is below 1, before anything is loaded."""
-    if value < 1:
-        raise UserError(f"{option.opts[0]} must be at least 1, got {value}")
-    return value
+def check_of(declared: Any) -> Callable[..., Any]:
+    """What refuses a value that is not as declared: UserError with the option's name."""
+
+    def check(option: typer.CallbackParam, value: Any) -> Any:
+        """The value as it came; None where none is given."""
+        if value in (None, []):
+            return None
+        checked(option.opts[0], declared, value)
+        return value
+
+    return check
 
 
-TargetName = Annotated[str, typer.Option(help="Target model: folder, GGUF file or hub id.")]
-DtypeName = Annotated[
-    str,
-    typer.Option(
-        help="auto, float32, bfloat16, float16; or a lossy copy of the model: int7, with weights "
-        "of seven bits, of which compiled passes on a CPU read half as much; int8 or int4, those "
-        "of bitsandbytes, uncompiled."
-    ),
-]
-DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 HeadPath = Annotated[
     Path,
     typer.Argument(
@@ -122,32 +156,9 @@ HeadPath = Annotated[
     ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="The user's message; by default standard input.")]
-PromptLimit = Annotated[
-    int, typer.Option(help="Use this many prompts, from the first.", callback=at_least_one)
-]
+PromptLimit = Annotated[AtLeastOne, Field(description="Use this many prompts, from the first.")]
 AnswerLimit = Annotated[
-    int,
-    typer.Option(
-        help="Use this many conversations of a file, from the first.", callback=at_least_one
-    ),
-]
-BatchSize = Annotated[
-    int,
-    typer.Option("--batch-size", help="Prompts that are decoded together.", callback=at_least_one),
-]
-MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens in an answer.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the most probable mass; 1 keeps all.")]
-Seed = Annotated[
-    int, typer.Option(help="For sampled answers: same seed, same answer (with the same tree size).")
-]
-CompileSwitch = Annotated[
-    bool | None,
-    typer.Option(
-        help="Compile the passes: minutes the first time, then faster. Without, a GPU records "
-        "them, and a CPU runs our kernels; with --no-compile they run as the model is written."
-    ),
+    AtLeastOne, Field(description="Use this many conversations of a file, from the first.")
 ]
 # What `train --init` and `build --family` take, and `head export --format`.
 FILES = [Path(file.name) for file in resources.files("drafthead.configs").iterdir()]
@@ -156,25 +167,11 @@ FORMATS = (
     "dflash, dflash-transformers, dspark, eagle, eagle3-sglang, eagle3-vllm, hydra, medusa, "
     "medusa-merged, vllm-medusa, mlp, mtp, speculators, drafthead"
 )
-RULES = (
-    "Acceptance rule: auto, greedy, rejection, traversal and match are lossless. Lossy ones change "
-    "the output: typical, lenient, and at temperature 0 top_k and distance"
-)
-RuleName = Annotated[str, typer.Option(help=f"{RULES}.")]
 Rule = Annotated[
     str,
     typer.Option(
         help=f"{RULES}, with options as in typical:typical_epsilon=0.1,typical_delta=0.3.",
         metavar="NAME[:OPTION=VALUE,...]",
-    ),
-]
-TemplateArgument = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--template-argument",
-        help="Of the chat template, its value as JSON: enable_thinking=false. May be repeated. "
-        "Rows that have their own keep those.",
-        metavar="NAME=VALUE",
     ),
 ]
 PromptColumn = Annotated[
@@ -192,7 +189,7 @@ Overwrite = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Model:
     """The target, and how it is loaded."""
 
@@ -207,7 +204,7 @@ class Model:
         return load_decoder_only(self.target, self.dtype, self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Drafting:
     """What drafts, and how much."""
 
@@ -252,7 +249,7 @@ class Drafting:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Answers:
     """How long answers become, and how their tokens are chosen."""
 
@@ -271,59 +268,55 @@ class Answers:
         ),
     ] = None
     seed: Seed = 0
-    template_argument: TemplateArgument = None
+    template_arguments: TemplateArguments = field(default_factory=dict)
 
-    def options(self, rule: str = "auto", logprobs: int | None = None) -> "DecodeOptions":
+    def options(self, rule: str = "auto", logprobs: int | None = None) -> dict[str, Any]:
         """Keywords for `Decoder.generate`, `stream` and `chat`.
 
-        A rule comes with its options: "top_k:accept_top=3" is `verifier="top_k"` and
-        `accept_top=3`. Raises UserError as `values`.
+        Raises UserError as `values`.
         """
         from transformers.generation.configuration_utils import GenerationConfig
 
-        from drafthead.infer.request.generation_config import checked_options
+        from drafthead.infer.request.generation_config import check_supported
 
         given = values(self.setting, "--set", plain_text=True)
         if own := sorted(given.keys() & {field.name for field in fields(self)}):
             raise UserError(f"--set {own[0]}: write --{own[0].replace('_', '-')} instead")
         if "do_sample" in given:
             raise UserError("--set do_sample: a --temperature above 0 samples, leave it out")
-        checked_options(given)
+        check_supported(given)
         try:
             config = GenerationConfig(do_sample=self.temperature > 0, **given)
         except ValueError as error:
             raise UserError(f"--set: {first_line(error)}") from error
-        name, _, of_rule = rule.partition(":")
-        keywords: Any = {
+        return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
             "seed": self.seed,
             "generation_config": config,
-            "chat_template_kwargs": template_values(self.template_argument),
-            "verifier": name,
+            "chat_template_kwargs": self.template_arguments,
+            "verifier": rule,
             "logprobs": logprobs,
         }
-        return keywords | values(of_rule.split(",") if of_rule else None, "--rule")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Rows:
     """How rows of data are read."""
 
     prompt_column: PromptColumn = None
-    template_argument: TemplateArgument = None
+    template_arguments: TemplateArguments = field(default_factory=dict)
     strict: Strict = False
 
     def reading(self, source: str, max_length: int, limit: int | None) -> "Reading":
         """How a source is read, cut to a number of tokens and of conversations."""
         from drafthead.train.data.fitted_rows import Reading
 
-        arguments = template_values(self.template_argument)
         return Reading(
             source, self.prompt_column, max_length, limit,
-            template_arguments=arguments, strict=self.strict,
+            template_arguments=self.template_arguments, strict=self.strict,
         )  # fmt: skip
 
 
@@ -338,39 +331,3 @@ def finish(report: "Report", path: Path | None) -> None:
     report.show()
     if path is not None:
         report.write(path)
-
-
-def template_values(given: list[str] | None) -> dict[str, Any]:
-    """The arguments of a chat template by name; raises UserError as `values`."""
-    return values(given, "--template-argument")
-
-
-def values(given: list[str] | None, option: str, plain_text: bool = False) -> dict[str, Any]:
-    """What is written NAME=VALUE, by name, with values that are JSON.
-
-    With `plain_text` other values are texts, and a name that is given again becomes a list. Raises
-    UserError, which names the option, for another form.
-    """
-    found: dict[str, Any] = {}
-    for one in given or ():
-        name, equals, text = one.partition("=")
-        if not name.isidentifier() or not equals:
-            raise UserError(f"{option} is written NAME=VALUE, got {one}")
-        if name in found and not plain_text:
-            raise UserError(f"{option} {name} is given twice")
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            if not plain_text:
-                raise UserError(
-                    f"{option} {one}: {text or 'nothing'} is no JSON; write true, false, "
-                    f"numbers, or text in double quotes: '{name}=\"text\"'"
-                ) from error
-            value = text
-        found[name] = [*listed(found[name]), value] if name in found else value
-    return found
-
-
-def listed(value: Any) -> list[Any]:
-    """A list as it is, and anything else as the only one of a list."""
-    return value if isinstance(value, list) else [value]

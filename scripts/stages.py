@@ -330,7 +330,7 @@ class Building:
         limit = max(min(4, there), min(there, limit))
         terms = compare.Race(limit=limit, rounds=1, max_new_tokens=tokens, seed=self.choices.seed)
         compare.run_race(
-            self.model, options.Drafting(draft=self.drafts), str(prompts), terms, "auto",
+            self.model, options.Drafting(draft=self.drafts), str(prompts), terms,
             self.choices.compile, self.raced,
         )  # fmt: skip
         rows = read_json(self.raced / "comparison.json")["rows"]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -9,7 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
 from drafthead.heads.formats.printing import shown, visible
-from drafthead.infer import DecodeOptions, Decoder, DecodeResult, Logprobs
+from drafthead.infer import Decoder, DecodeResult, Logprobs
 from drafthead.infer.chat_session import ChatSession
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.request.stopping import FinishReason
@@ -29,7 +30,7 @@ def prompt_text(prompt: str | None) -> str:
     return text
 
 
-def print_answer(decoder: Decoder, prompt: str, how: DecodeOptions) -> DecodeResult:
+def print_answer(decoder: Decoder, prompt: str, how: dict[str, Any]) -> DecodeResult:
     """Print the answer while it is decoded, or several answers together, and return them."""
     config = how.get("generation_config")
     if config is None or not (

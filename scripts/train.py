@@ -1,15 +1,16 @@
 """`drafthead train`: trains a head in this process; first configurations, and plans of runs."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
+from drafthead.core.settings import AtLeastOne, settings
 from drafthead.scripts import options
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Plan:
     """What a run is planned for."""
 
@@ -22,10 +23,7 @@ class Plan:
         ),
     ] = False
     devices: Annotated[
-        int,
-        typer.Option(
-            help="Of a plan: processes that share the run.", callback=options.at_least_one
-        ),
+        AtLeastOne, Field(description="Of a plan: processes that share the run.")
     ] = 1
     memory: Annotated[
         str | None,

@@ -1,11 +1,12 @@
 """`drafthead verify`: are decoded answers distributed as the target's own?"""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import AtLeastOne, MaxNewTokens, RuleName, Seed, TopK, TopP, settings
 from drafthead.scripts import options
 
 # When the user gives none.
@@ -18,7 +19,7 @@ PROMPTS = (
 TREE_NODES = 16  # of every proposal, when the user names no size
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Exact(options.Model):
     """The tested target, in numbers that do not blur the test."""
 
@@ -32,23 +33,23 @@ class Exact(options.Model):
     ] = "float32"
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Sampling:
     """How the tested answers are sampled."""
 
     temperature: Annotated[
         float, typer.Option(help="Of sampled answers; 0 tests only greedy answers.")
     ] = 1.0
-    top_k: options.TopK = 0
-    top_p: options.TopP = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
     repetition_penalty: Annotated[float, typer.Option(help="Of sampled answers; 1 is none.")] = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Decoding(options.Drafting):
     """What decodes the tested answers."""
 
-    rule: options.RuleName = "auto"
+    rule: RuleName = "auto"
     compile: Annotated[
         bool,
         typer.Option(
@@ -58,7 +59,7 @@ class Decoding(options.Drafting):
     ] = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Amount:
     """How much is tested."""
 
@@ -69,12 +70,12 @@ class Amount:
     samples: Annotated[
         int, typer.Option(help="Times that the first tokens after each prompt are sampled.")
     ] = 256
-    answers: Annotated[int, typer.Option(help="Whole sampled answers per prompt.")] = 32
-    max_new_tokens: options.MaxNewTokens = 48
+    answers: Annotated[AtLeastOne, typer.Option(help="Whole sampled answers per prompt.")] = 32
+    max_new_tokens: MaxNewTokens = 48
     false_alarm: Annotated[
         float, typer.Option(help="Chance that exact decoding is called inexact.")
     ] = 1e-3
-    seed: options.Seed = 0
+    seed: Seed = 0
 
 
 def main(

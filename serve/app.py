@@ -10,7 +10,6 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -43,6 +42,7 @@ from drafthead.serve.protocol import (
     TextRequest,
     TokensRequest,
 )
+from drafthead.serve.server_options import ServerOptions
 
 OPEN_PATHS = ("/", "/health", "/metrics", "/favicon.ico")  # without a key
 # What browsers are told: run nothing, show nothing within another page, guess no types.
@@ -58,49 +58,34 @@ GONE = 499  # nginx's status of a client that has not waited for the answer
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server serves."""
+def refusal(options: ServerOptions, scope: Scope) -> ApiError | None:
+    """Why a request is refused before it is read."""
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", ""), headers.get("origin")
+    # Others can make a name with a dot lead here, for a page in a browser of this machine.
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    own_names = {*map(str.lower, options.allowed_hosts)}
+    known = "." not in name or is_address(name) or {name.lower(), "*"} & own_names
+    if not known:
+        return ApiError(403, f"{name} is not a name of this server: see --allowed-host")
+    asking = {origin, "*"} & {*options.cors_origins}
+    if origin is not None and not asking and urlsplit(origin).netloc != host:
+        return ApiError(403, "pages of this origin may not ask: see --cors-origin")
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    own = (options.api_key or "").encode()
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), own)
+    needs_key = options.api_key is not None and scope["path"] not in OPEN_PATHS
+    if needs_key and not (scheme.lower() == "bearer" and is_right):
+        return ApiError(401, "the API key is missing or wrong")
+    length = headers.get("content-length", "")
+    if length.isdigit() and int(length) > options.max_body:
+        return too_long(options)
+    return None
 
-    model_name: str
-    max_batch: int = 16  # answers that are decoded at a time
-    max_queue: int = 256  # answers that may wait
-    max_body: int = 4 << 20  # bytes of a request
-    max_kept: int = 2048  # MiB that what was read for answers may take, for prompts that go on
-    max_length: int | None = None  # tokens of a prompt and its answer; None: the target's context
-    api_key: str | None = None
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names of this machine that have a dot, or *
-    other_name: str | None = None  # of the model, which clients may send too
-    prefix_cache: bool = True  # go on from what was read for earlier answers
 
-    def refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request is refused before it is read."""
-        headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
-        # Others can make a name with a dot lead here, for a page in a browser of this machine.
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        known = "." not in name or is_address(name) or {name.lower(), "*"} & {*self.allowed_hosts}
-        if not known:
-            return ApiError(403, f"{name} is not a name of this server: see --allowed-host")
-        asking = {origin, "*"} & {*self.cors_origins}
-        if origin is not None and not asking and urlsplit(origin).netloc != host:
-            return ApiError(403, "pages of this origin may not ask: see --cors-origin")
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        own = (self.api_key or "").encode()
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), own)
-        needs_key = self.api_key is not None and scope["path"] not in OPEN_PATHS
-        if needs_key and not (scheme.lower() == "bearer" and is_right):
-            return ApiError(401, "the API key is missing or wrong")
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.max_body:
-            return self.too_long
-        return None
-
-    @property
-    def too_long(self) -> ApiError:
-        """The error of a request that has too many bytes."""
-        return ApiError(413, f"the request has more than {self.max_body} bytes")
+def too_long(options: ServerOptions) -> ApiError:
+    """The error of a request that has too many bytes."""
+    return ApiError(413, f"the request has more than {options.max_body} bytes")
 
 
 def is_address(name: str) -> bool:
@@ -129,8 +114,8 @@ class Gate:
                     headers.setdefault(name, value)
             await send(message)
 
-        if (refusal := self.options.refusal(scope)) is not None:
-            return await answer_to(refusal)(scope, receive, careful)
+        if (error := refusal(self.options, scope)) is not None:
+            return await answer_to(error)(scope, receive, careful)
         seen, is_read, end = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def counted() -> Message:
@@ -144,7 +129,7 @@ class Gate:
             is_read = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self.options.max_body:
-                raise self.options.too_long
+                raise too_long(self.options)
             return message
 
         return await self.app(scope, counted, careful)

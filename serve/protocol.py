@@ -7,16 +7,15 @@ from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Required, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
-from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
 
-from drafthead.core.errors import first_line
 from drafthead.core.target.chat_template import reads
 from drafthead.infer import Decoder
-from drafthead.infer.request.options import DecodeOptions, read_options
+from drafthead.infer.request.options import read_options
 from drafthead.infer.request.prompts import encode
+from drafthead.infer.verifiers.base import options_of_rule
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.decode_loop import Inbox, Job
 from drafthead.serve.errors import ApiError, not_supported, whole
@@ -271,7 +270,27 @@ class Answering(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     cache_salt: str = ""  # what was read for a request is reused for the same salt alone
-    return_drafted: bool = False  # our own: which parts of a stream's text were drafted
+    # Our own: which parts of a stream's text were drafted, and the acceptance rule, whose options
+    # are fields too.
+    return_drafted: bool = False
+    verifier: str = "auto"
+    rule_options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_rule_options(cls, given: Any) -> Any:
+        """The request with the options of its rule gathered; ApiError 400 where they are already.
+
+        Fields of requests are no options of a rule, whatever that calls its own.
+        """
+        rule = given.get("verifier") if isinstance(given, dict) else None
+        if isinstance(given, dict) and "rule_options" in given:
+            raise not_supported("rule_options")
+        if not isinstance(rule, str):
+            return given
+        own = options_of_rule(rule, ()) - cls.model_fields.keys()
+        others = {name: value for name, value in given.items() if name not in own}
+        return others | {"rule_options": {n: v for n, v in given.items() if n in own}}
 
     @model_validator(mode="after")
     def refuse_without_effect(self) -> Self:
@@ -304,32 +323,23 @@ class Answering(Body):
         """How many alternatives to each token are wanted; None for no log-probabilities."""
         raise NotImplementedError
 
-    def options(self, max_tokens: int, processors: Sequence[LogitsProcessor]) -> DecodeOptions:
-        """The options of the engine, but for the seed.
-
-        Raises ApiError 400 for what transformers refuses.
-        """
-        settings: dict[str, Any] = {
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "min_new_tokens": None if processors else self.min_tokens or None,
-            "min_p": None if self.greedy else self.min_p,
-            "sequence_bias": [[[t], b] for t, b in (self.logit_bias or {}).items()] or None,
-        }
-        given = {name: value for name, value in settings.items() if value is not None}
-        try:
-            config = GenerationConfig(do_sample=not self.greedy, **given)
-        except ValueError as error:
-            raise ApiError(400, first_line(error)) from error
+    def options(self, max_tokens: int, processors: Sequence[LogitsProcessor]) -> dict[str, Any]:
+        """The options of the engine, but for the seed."""
         return {
             "max_new_tokens": max_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": None if self.greedy or not self.top_k else max(0, self.top_k),
             "top_p": None if self.greedy else self.top_p,
+            "min_p": None if self.greedy else self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "min_new_tokens": None if processors else self.min_tokens or None,
+            "sequence_bias": [[[t], b] for t, b in (self.logit_bias or {}).items()] or None,
             "logprobs": self.top,
-            "generation_config": config,
             "logits_processor": processors,
+            "verifier": self.verifier,
+            **self.rule_options,
         }
 
 

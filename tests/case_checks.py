@@ -36,10 +36,11 @@ from drafthead.infer.request.options import read_options
 from drafthead.infer.running_rows import Ticket
 from drafthead.infer.serving import ServeRequest
 from drafthead.serve.answer_text import AnswerText
-from drafthead.serve.app import ServerOptions, make_app
+from drafthead.serve.app import make_app
 from drafthead.serve.decode_loop import DecodeLoop, Inbox, Job
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics
+from drafthead.serve.server_options import ServerOptions
 
 IMPOSSIBLE = -1e8  # the score of an answer of which a token is forbidden
 

@@ -17,8 +17,9 @@ from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
-from drafthead.train.prompts.message_source import InventSettings, Message
+from drafthead.train.distillation.distilled_file import DistilledFile, Shard
+from drafthead.train.prompts.message_source import Message
+from drafthead.train.settings import DistillSettings, InventSettings
 
 INVENTING = InventSettings("fake", batch_size=4)
 SETTINGS = DistillSettings(target="fake", prompts="prompts.jsonl", max_new_tokens=20)

@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
+from drafthead.core.settings import Positive, settings
 from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.processor import bfloat16_instructions
 
 
-@dataclass(frozen=True)
+@settings
 class OptimizerConfig:
     """Optimiser, learning rates and schedule.
 
@@ -22,20 +23,14 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: float = 1e-3  # AdamW, and the AdamW part of Muon
-    muon_lr: float = 0.02
+    lr: Positive = 1e-3  # AdamW, and the AdamW part of Muon
+    muon_lr: Positive = 0.02
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_ratio: float = 0.05
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
     final_lr_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.muon_lr <= 0:
-            raise ValueError(f"learning rates must be positive, got {self.lr} and {self.muon_lr}")
-        if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warmup_ratio must lie in [0, 1], got {self.warmup_ratio}")
 
 
 class Float32Muon(torch.optim.Muon):

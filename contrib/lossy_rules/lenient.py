@@ -1,17 +1,18 @@
 """Rejection that favours the draft: longer steps, another distribution."""
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from drafthead.core.errors import UserError
 from drafthead.core.sampling import RowRandom
+from drafthead.core.settings import Number, settings
 from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import Acceptance, register_verifier
 from drafthead.infer.verifiers.rejection import reject_recursively
 
 
-@dataclass(frozen=True)
+@settings
 class Lenient:
     """Lossy: as `rejection`, but child x passes with min(1, target(x) / (lenience x draft(x))).
 
@@ -21,11 +22,7 @@ class Lenient:
 
     # After any prefix no token becomes more than 1 / lenience times as probable as it should be; 1
     # is `rejection`.
-    lenience: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lenience <= 1:
-            raise UserError(f"lenience must lie in (0, 1], got {self.lenience}")
+    lenience: Annotated[Number, Field(gt=0, le=1)] = 0.5
 
     def __call__(
         self,

@@ -6,12 +6,11 @@ are good enough stay as they are, and the token after them is the most probable 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 
-from drafthead.core.errors import UserError
 from drafthead.core.sampling import RowRandom, most_probable
+from drafthead.core.settings import AtLeastOne, NotNegative, settings
 from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import (
     Acceptance,
@@ -22,19 +21,13 @@ from drafthead.infer.verifiers.base import (
 )
 
 
-@dataclass(frozen=True)
+@settings
 class Blockwise(ABC):
     """A rule of temperature 0 that keeps drafted tokens which are good enough."""
 
     # Tokens that a step adds at least, the bonus included, as far as the draft has as many. The
     # drafted ones among them are not looked at; 1 looks at all. The paper's minimum block size.
-    min_block: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 0 if name == "accept_distance" else 1
-            if value < least:
-                raise UserError(f"{name} must be at least {least}, got {value}")
+    min_block: AtLeastOne = 1
 
     def __call__(
         self,
@@ -65,7 +58,7 @@ class Blockwise(ABC):
         """Which nodes are good enough [B, N]; what is said of the root and padding is ignored."""
 
 
-@dataclass(frozen=True)
+@settings
 class TopK(Blockwise):
     """Lossy: a drafted token stays when it is among the target's few most probable ones.
 
@@ -73,7 +66,7 @@ class TopK(Blockwise):
     on from them. (The sampling option `top_k` is something else.)
     """
 
-    accept_top: int = 2  # of the most probable tokens; 1 is `greedy`, 2 the mildest that is not
+    accept_top: AtLeastOne = 2  # of the most probable; 1 is `greedy`, 2 the mildest that is not
 
     def is_good(
         self,
@@ -92,7 +85,7 @@ class TopK(Blockwise):
         return before.sum(-1) < self.accept_top
 
 
-@dataclass(frozen=True)
+@settings
 class Distance(Blockwise):
     """Lossy: a drafted token stays when its number is near that of the most probable one.
 
@@ -100,7 +93,7 @@ class Distance(Blockwise):
     of pixels. In a vocabulary of text neighbours have nothing in common.
     """
 
-    accept_distance: int = 2  # between the two numbers, at most; 0 is `greedy`
+    accept_distance: NotNegative = 2  # between the two numbers, at most; 0 is `greedy`
 
     def is_good(
         self,

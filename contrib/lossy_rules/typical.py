@@ -1,11 +1,12 @@
 """Medusa's rule: longer steps, another distribution."""
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from drafthead.core.errors import UserError
 from drafthead.core.sampling import RowRandom, most_probable
+from drafthead.core.settings import Number, settings
 from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.verifiers.base import (
     Acceptance,
@@ -16,7 +17,7 @@ from drafthead.infer.verifiers.base import (
 )
 
 
-@dataclass(frozen=True)
+@settings
 class Typical:
     """Lossy: Medusa's typical acceptance (arXiv 2401.10774, section 2.3.1).
 
@@ -27,14 +28,8 @@ class Typical:
     """
 
     # The defaults of Medusa's code, which calls them posterior_threshold and posterior_alpha.
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.typical_epsilon <= 1:
-            raise UserError(f"typical_epsilon must lie in [0, 1], got {self.typical_epsilon}")
-        if not self.typical_delta >= 0:
-            raise UserError(f"typical_delta must be 0 or above, got {self.typical_delta}")
+    typical_epsilon: Annotated[Number, Field(ge=0, le=1)] = 0.09
+    typical_delta: Annotated[Number, Field(ge=0)] = 0.3
 
     def __call__(
         self,

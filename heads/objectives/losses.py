@@ -7,8 +7,10 @@ through many positions with few logits in memory.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import AfterValidator, Field
 from torch.nn.functional import cross_entropy, log_softmax, smooth_l1_loss, softmax
 
 LK_ETA = 3.0  # how fast lk_hybrid moves from the divergence to the overlap
@@ -112,16 +114,16 @@ TOKEN_LOSSES = {
 }
 
 
-def check_token_loss(name: str) -> None:
-    """Raise ValueError, with the choices, for a name that is not a token loss."""
+def known_loss(name: str) -> str:
+    """Return the name of a token loss; raises ValueError, with the choices, for another."""
     if name not in TOKEN_LOSSES:
-        raise ValueError(f"loss must be one of {', '.join(TOKEN_LOSSES)}, got {name!r}")
+        raise ValueError(f"must be one of {', '.join(TOKEN_LOSSES)}")
+    return name
 
 
-def check_depth_decay(decay: float) -> None:
-    """Raise ValueError for a decay that would not weight every depth."""
-    if not 0 < decay <= 1:
-        raise ValueError(f"depth_decay must lie in (0, 1], got {decay}")
+LossName = Annotated[str, AfterValidator(known_loss)]
+# Every depth has a weight.
+DepthDecay = Annotated[float, Field(gt=0, le=1)]
 
 
 def depth_weights(decay: float, depth: int) -> list[float]:

@@ -21,7 +21,7 @@ def in_time(emissions: Iterator[Emitted], run: BatchRun) -> Iterator[Emitted]:
 
     The clock starts with the first pass, which gives every answer at least one token.
     """
-    started, limit = time.monotonic(), run.request.max_seconds
+    started, limit = time.monotonic(), run.request.max_time
     for emitted in emissions:
         if limit is not None and time.monotonic() - started >= limit:
             run.batch.end("time")

@@ -149,8 +149,14 @@ class Stepper:
         self.run.reuse(known)
         room = min(max(request.limits), FIRST_ROOM) + self.max_nodes
         features, hidden = prefill(
-            self.target, ids, lengths, self.read_features, self.cache, room, request.prefill_chunk
-        )
+            self.target,
+            ids,
+            lengths,
+            self.read_features,
+            self.cache,
+            room,
+            request.prefill_chunk_size,
+        )  # fmt: skip
         return PromptPass(request.prompts, ids, lengths, known, features, hidden, self.cache)
 
     def next_tokens(self, logits: torch.Tensor) -> torch.Tensor:

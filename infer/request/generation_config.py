@@ -9,77 +9,89 @@ logged, a line each.
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
-from drafthead.infer.request.request import EarlyStopping
-from drafthead.infer.request.values import (
-    ARRAYS,
-    integer,
-    integer_option,
-    number_option,
-    whole_option,
-)
+from drafthead.core.settings import Flag, Integer, Number, checked, names_of, settings
+from drafthead.infer.request.request import BeamOptions, DecodeOptions, TokenIds, tokens_of
+from drafthead.infer.request.values import integer
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[str, Any], Any]  # reads the value of an option, whose name comes first
 
+def list_of_tokens(ids: object) -> frozenset[int]:
+    """Several tokens."""
+    if integer(ids) is not None:
+        raise ValueError("must be a list of integers")
+    return tokens_of(ids)
+
+
+SeveralTokens = Annotated[frozenset[int], BeforeValidator(list_of_tokens)]
 LONGEST = 40  # letters of a value that are logged
 
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-# These become logits processors. transformers does not know frequency_penalty and presence_penalty,
-# but its config carries them all the same: GenerationConfig(frequency_penalty=0.5).
-PROCESSORS = {
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "frequency_penalty",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "presence_penalty",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "repetition_penalty",
-    "sequence_bias",
-    "suppress_tokens",
-}
-LENGTHS_AND_ENDS = {
-    "do_sample", "eos_token_id", "max_length", "max_new_tokens", "max_time",
-    "num_return_sequences", "stop_strings",
-}  # fmt: skip
-PASSES = {"prefill_chunk_size"}
-BEAMS = {"early_stopping", "length_penalty", "num_beams"}
-# How transformers computes, and what only encoders and padding need: no answer depends on these.
-WITHOUT_EFFECT = {
-    "bos_token_id",
-    "cache_config",
-    "cache_implementation",
-    "compile_config",
-    "decoder_start_token_id",
-    "disable_compile",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
-}
+
+
+@settings
+class Processors:
+    """What becomes logits processors; None is unset. transformers checks those that are Any.
+
+    It does not know frequency_penalty and presence_penalty, but its config carries them all the
+    same: GenerationConfig(frequency_penalty=0.5).
+    """
+
+    bad_words_ids: Any = None
+    begin_suppress_tokens: SeveralTokens | None = None
+    exponential_decay_length_penalty: Any = None
+    forced_bos_token_id: TokenIds | None = None
+    forced_eos_token_id: TokenIds | None = None
+    frequency_penalty: Number | None = None
+    min_length: Integer | None = None
+    min_new_tokens: Integer | None = None
+    no_repeat_ngram_size: Integer | None = None
+    presence_penalty: Number | None = None
+    remove_invalid_values: Flag | None = None
+    renormalize_logits: Flag | None = None
+    repetition_penalty: Number | None = None
+    sequence_bias: Any = None
+    suppress_tokens: SeveralTokens | None = None
+
+
+@settings
+class WithoutEffect:
+    """How transformers computes, and what only encoders and padding need: no answer depends on
+    these.
+    """
+
+    bos_token_id: Integer | None = None
+    cache_config: Any = None
+    cache_implementation: Any = None
+    compile_config: Any = None
+    decoder_start_token_id: TokenIds | None = None
+    disable_compile: Any = None
+    pad_token_id: Integer | None = None
+    transformers_version: Any = None
+    use_cache: Flag | None = None
+
+
 # What `model.generate` does itself or leaves to a processor, where it only prepares a call.
 PREPARED = {
     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
     "guidance_scale", "output_logits", "output_scores", "return_dict_in_generate", "token_healing",
     "top_h", "watermarking_config",
 }  # fmt: skip
+PROCESSORS, WITHOUT_EFFECT = names_of(Processors), names_of(WithoutEffect)
 # Of the model's own settings these are applied where nothing else is given. `model.generate` knows
 # no frequency and presence penalty, and a target begins its answers with the forced token itself.
 OWN = PROCESSORS - {"forced_bos_token_id", "frequency_penalty", "presence_penalty"}
-KNOWN = PROCESSORS | LENGTHS_AND_ENDS | PASSES | BEAMS | WITHOUT_EFFECT | set(SAMPLING)
+OF_CALLS = names_of(DecodeOptions) & vars(GenerationConfig()).keys()
+KNOWN = PROCESSORS | WITHOUT_EFFECT | OF_CALLS | names_of(BeamOptions) | {*SAMPLING, "do_sample"}
 # What to do instead of setting some of the options that are not supported.
 INSTEAD = {
     "output_scores": "ask for logprobs",
@@ -104,98 +116,6 @@ NEUTRAL = {
     "num_beam_groups": 1,
     "num_beams": 1,
 }
-
-
-def read_stop_strings(name: str, stops: object) -> tuple[str, ...]:
-    """Texts that end an answer; raises UserError for what is no text, and for an empty one."""
-    given = [stops] if isinstance(stops, str) else stops
-    if not isinstance(given, Collection) or not all(
-        isinstance(each, str) and each for each in given
-    ):
-        raise UserError(f"{name} must be texts that are not empty, got {stops!r}")
-    return tuple(given)
-
-
-def read_early_stopping(name: str, stopping: object) -> EarlyStopping:
-    """When a beam search ends; raises UserError for what is no such way."""
-    if isinstance(stopping, bool):
-        return stopping
-    if stopping != "never":
-        raise UserError(f'{name} must be True, False or "never", got {stopping!r}')
-    return "never"
-
-
-def read_seconds(name: str, seconds: object) -> float:
-    """Seconds that answers may take; raises UserError for no number above 0."""
-    if not isinstance(seconds, int | float) or not seconds > 0:
-        raise UserError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-    return seconds
-
-
-def read_flag(name: str, flag: object) -> bool:
-    """A switch; raises UserError for what is neither True nor False."""
-    if not isinstance(flag, bool):
-        raise UserError(f"{name} must be True or False, got {flag!r}")
-    return flag
-
-
-def read_token_ids(name: str, ids: object) -> frozenset[int]:
-    """One token or several; raises UserError for what is no integer."""
-    values = ids.tolist() if isinstance(ids, ARRAYS) else ids
-    several = values if isinstance(values, Collection) and not isinstance(values, str) else [values]
-    return frozenset(integer_option(name, each) for each in several)
-
-
-def read_several_ids(name: str, ids: object) -> frozenset[int]:
-    """Tokens; raises UserError for what is no list of integers."""
-    if integer(ids) is not None:
-        raise UserError(f"{name} must be a list of integers, got {ids!r}")
-    return read_token_ids(name, ids)
-
-
-# What checks an option's value, given its name and the value where one is given. The values of
-# other processors are checked by transformers, when a processor is made.
-CONFIG_CHECKS: Mapping[str, Check] = {
-    "early_stopping": read_early_stopping,
-    "max_time": read_seconds,
-    "stop_strings": read_stop_strings,
-    **dict.fromkeys(
-        ("max_new_tokens", "num_beams", "num_return_sequences", "prefill_chunk_size"), whole_option
-    ),
-    **dict.fromkeys(
-        (
-            "bos_token_id", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",
-            "pad_token_id", "top_k",
-        ),
-        integer_option,
-    ),
-    **dict.fromkeys(
-        (
-            "frequency_penalty", "length_penalty", "min_p", "presence_penalty",
-            "repetition_penalty", "temperature", "top_p", "typical_p",
-        ),
-        number_option,
-    ),
-    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), read_several_ids),
-    **dict.fromkeys(
-        ("decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
-        read_token_ids,
-    ),
-    **dict.fromkeys(
-        ("do_sample", "remove_invalid_values", "renormalize_logits", "use_cache"), read_flag
-    ),
-}  # fmt: skip
-
-
-def checked(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Options as they are read; raises UserError, with the option's name, for a wrong value.
-
-    None is the same as leaving an option out.
-    """
-    return {
-        name: checks[name](name, value) if name in checks and value is not None else value
-        for name, value in given.items()
-    }
 
 
 def set_options(config: GenerationConfig) -> dict[str, Any]:
@@ -271,24 +191,25 @@ def tell_of_own_settings(name: str, applied: str, left_out: str) -> None:
 
 
 def given_options(config: GenerationConfig) -> dict[str, Any]:
-    """The options of a config that are set and change something, as they are read.
-
-    Raises UserError as `checked_options`.
-    """
-    return checked_options(set_options(config))
-
-
-def checked_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a config as they are read.
+    """The options of a config that are set and change something.
 
     Raises UserError for one that is not supported here, and for a wrong value.
     """
+    given = set_options(config)
+    check_supported(given)
+    return given
+
+
+def check_supported(given: Mapping[str, Any]) -> None:
+    """Raise UserError for an option of a config that is not supported here, or a wrong value."""
     if refused := sorted(given.keys() - KNOWN):
         raise UserError(
             f"generation_config sets {refused[0]}={given[refused[0]]!r}, which is not supported "
             f"here: {INSTEAD.get(refused[0], 'leave it out')}"
         )
-    return checked(given, CONFIG_CHECKS)
+    checked("do_sample", Flag, given.get("do_sample", True))
+    for kind in (Processors, WithoutEffect, BeamOptions, SamplingConfig, DecodeOptions):
+        kind(**{name: given[name] for name in names_of(kind) & given.keys()})
 
 
 def refuse_other_start(config: GenerationConfig, decoder_prompt: Sequence[int]) -> None:

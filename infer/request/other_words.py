@@ -2,12 +2,14 @@
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import TypedDict
+from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import names_elsewhere
 from drafthead.core.target.loading import type_name
+from drafthead.infer.request.request import DecodeOptions
 
 ALWAYS_A_RESULT = "a result with fields is always returned"
 AT_LOADING = "it is chosen in Decoder.from_pretrained"
@@ -17,15 +19,9 @@ LOADED = "load model and tokenizer with it, and pass the loaded model and tokeni
 OF_CALLS = {
     "do_sample": "a temperature above 0 samples, and 0, the default, is greedy",
     "max_length": "use max_new_tokens, or generation_config=GenerationConfig(max_length=...)",
-    "n": "use num_return_sequences",
-    "rule": "use verifier, as in verifier='match'",
     "stream": "Decoder.stream gives the text piece by piece",
-    "top_logprobs": "use logprobs",
     "skip_special_tokens": "texts never have special tokens; result.sequences has them",
-    **dict.fromkeys(("stop", "stop_sequences", "stop_words"), "use stop_strings"),
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens"), "use max_new_tokens"
-    ),
+    **{other: f"use {own}" for other, own in names_elsewhere(DecodeOptions).items()},
     **dict.fromkeys(("return_dict_in_generate", "return_dict"), ALWAYS_A_RESULT),
     **dict.fromkeys(
         ("output_scores", "output_logits"), "ask for logprobs=0, or for n > 0 alternatives"
@@ -55,25 +51,6 @@ OF_LOADING = {
 }  # fmt: skip
 
 
-class OtherWords(TypedDict, total=False):
-    """Keywords of transformers for `Decoder.from_pretrained`; `torch_dtype` alone is taken."""
-
-    torch_dtype: object  # the older name of `dtype`
-    device_map: object
-    attn_implementation: object
-    quantization_config: object
-    load_in_8bit: object
-    load_in_4bit: object
-    max_memory: object
-    low_cpu_mem_usage: object
-    revision: object
-    token: object
-    cache_dir: object
-    local_files_only: object
-    assistant_model: object
-    num_speculative_tokens: object
-
-
 class UnknownOptionError(UserError, TypeError):
     """A keyword that does not exist, and what to write instead."""
 
@@ -95,7 +72,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"{guess}Options: {', '.join(known)}"
 
 
-def type_of_weights(dtype: object, others: OtherWords) -> str:
+def type_of_weights(dtype: object, others: Mapping[str, Any]) -> str:
     """The name of the type that `dtype` or transformers' older word for it names.
 
     Raises UnknownOptionError for the other words, and UserError for a type that is given twice.

@@ -18,30 +18,6 @@ def integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def integer_option(name: str, value: object) -> int:
-    """The integer given for an option; raises UserError, with the option's name, if it is none."""
-    number = integer(value)
-    if number is None:
-        raise UserError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    return number
-
-
-def whole_option(name: str, value: object, least: int = 1) -> int:
-    """The integer given for an option; raises UserError when it is none or too small."""
-    number = integer_option(name, value)
-    if number < least:
-        raise UserError(f"{name} must be at least {least}, got {number}")
-    return number
-
-
-def number_option(name: str, value: object) -> float:
-    """The number given for an option; raises UserError, with the option's name, if it is none."""
-    number = value.item() if isinstance(value, ARRAYS) and value.ndim == 0 else value
-    if not isinstance(number, int | float) or isinstance(number, bool):
-        raise UserError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    return number
-
-
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether `value` is a sequence of things, unlike a text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)

@@ -8,15 +8,16 @@ dataclass that is called: its fields are the options.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from drafthead.core.errors import UserError
 from drafthead.core.registry import Registry
 from drafthead.core.sampling import RowRandom
+from drafthead.core.settings import read
 from drafthead.core.trees.tree import TokenTree
 
 LEAST_LOG_PROB = math.log(1e-10)
@@ -60,18 +61,23 @@ class Verifier:
     draws_children: bool  # accepts more when children are drawn from the draft's distribution
     follows: bool  # accepts exactly the nodes that are the target's own tokens, as `follow` does
 
-    def with_options(self, options: Mapping[str, float]) -> "Verifier":
+    def with_options(self, options: Mapping[str, Any]) -> "Verifier":
         """This verifier with other options of its rule; those left out keep their defaults.
 
         Raises UserError for an option that the rule does not have, or a value out of its range.
         """
-        rule = self.rule
-        known = {field.name for field in fields(rule)} if is_dataclass(rule) else frozenset[str]()
-        if unknown := sorted(options.keys() - known):
+        if unknown := sorted(options.keys() - self.options.keys()):
             raise UserError(f"verifier {self.name!r} has no option {unknown[0]}")
-        if not is_dataclass(rule) or isinstance(rule, type) or not options:
+        if not options:
             return self
-        return replace(self, rule=replace(rule, **options))
+        return replace(self, rule=read(type(self.rule), {**self.options, **options}))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its rule, with their values: the fields of the rule's dataclass."""
+        if not is_dataclass(self.rule):
+            return {}
+        return {each.name: getattr(self.rule, each.name) for each in fields(self.rule)}
 
 
 LOSSY = "drafthead.contrib.lossy_rules"
@@ -125,6 +131,21 @@ def verifier_for(name: str, temperature: float, sampling_rule: str = "match") ->
             f"verifier {name!r} needs a temperature above 0: use greedy for temperature 0"
         )
     return verifier
+
+
+def options_of_rule(name: str, wanted: Collection[str]) -> frozenset[str]:
+    """The options of the rule called `name`, if there is one.
+
+    Raises UserError for an option that is `wanted` and that another rule has.
+    """
+    own = frozenset(VERIFIERS[name].options if name in VERIFIERS else ())
+    for other in sorted(set(wanted) - own):
+        rules = [rule for rule in VERIFIERS if other in VERIFIERS[rule].options]
+        if rules:
+            raise UserError(
+                f"verifier {name!r} has no option {other}; it is one of {' and '.join(rules)}"
+            )
+    return own
 
 
 def follow(tree: TokenTree, target_tokens: torch.Tensor) -> Acceptance:

@@ -30,9 +30,10 @@ from drafthead.lab.building.view import View
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings
+from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.prompts.invention import TooFewMessagesError, invent
-from drafthead.train.prompts.message_source import InventSettings, MessageSource
+from drafthead.train.prompts.message_source import MessageSource
+from drafthead.train.settings import DistillSettings, InventSettings
 
 BATCH, MOST_BATCH = 32, 256  # prompts answered at a time: at least, and on a large GPU
 # Of a row's first columns, that there may be at once: a long row has twice as many, and beside a
@@ -125,8 +126,8 @@ class Answering:
     def _distil(self, prompts: Path, output: Path, limit: int | None) -> DistillReport:
         """The target's answers to the first prompts of a file, those that are there kept."""
         settings = DistillSettings(
-            self.choices.target, str(prompts), self.choices.max_new_tokens,
-            dtype=self.choices.dtype, batch_size=self.rows,
+            self.choices.target, str(prompts), dtype=self.choices.dtype,
+            max_new_tokens=self.choices.max_new_tokens, batch_size=self.rows,
         )  # fmt: skip
         file = DistilledFile(output, settings, False, None)
         file.check()

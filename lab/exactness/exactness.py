@@ -17,7 +17,6 @@ from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.request.options import DecodeOptions
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, fit
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -186,7 +185,7 @@ def greedy_differences(
     plain, differences = oracle_for(decoder, reference), []
     for number, prompt in enumerate(tqdm(prompts, desc="greedy answers", unit="answer")):
         expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
-        options: DecodeOptions = {
+        options = {
             "max_new_tokens": max_new_tokens, "verifier": verifier, "use_model_defaults": False,
         }  # fmt: skip
         answer = decoder.generate(prompt, **options).sequences[0]

@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.draft_model import same_tokenizer
-from drafthead.infer.request.options import DecodeOptions
 from drafthead.lab.races.race import THEIR_RULE, Answers, Contestant
 
 
@@ -23,7 +22,7 @@ class Ours(Contestant):
     decoder: Decoder
 
     @property
-    def options(self) -> DecodeOptions:
+    def options(self) -> dict[str, Any]:
         """Return what all answers are decoded with."""
         return {
             "temperature": self.sampling.temperature,
@@ -36,8 +35,9 @@ class Ours(Contestant):
         self.decoder.warm_up((batch_size,), **self.options)
 
     def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
-        ask: DecodeOptions = {**self.options, "max_new_tokens": max_new_tokens, "seed": seed}
-        result = self.decoder.generate(prompts, **ask)
+        result = self.decoder.generate(
+            prompts, **self.options, max_new_tokens=max_new_tokens, seed=seed
+        )
         stats = result.stats
         return Answers(
             sequences=result.sequences,

@@ -107,26 +107,6 @@ class Contestant(ABC):
         """Decode a batch of prompts; the seed is that of the first row."""
 
 
-@dataclass(frozen=True)
-class RaceTerms:
-    """The terms of a race: what everybody decodes, and how often."""
-
-    temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
-    max_new_tokens: int = 128
-    rounds: int = 3
-    verifier: str = "auto"
-    seed: int = 0
-    batch_size: int = 1  # prompts that are decoded together
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or not self.temperatures:
-            raise UserError(
-                "a race needs a temperature and at least 1 round, got "
-                f"{list(self.temperatures)} and {self.rounds}"
-            )
-
-
 class Turn(NamedTuple):
     """A contestant's answers to a batch of prompts, and the memory that was in use."""
 

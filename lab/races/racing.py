@@ -26,13 +26,13 @@ from drafthead.lab.races.race import (
     GENERATE,
     PLAIN,
     Contestant,
-    RaceTerms,
     UnfinishedRace,
     in_batches,
     prepare,
     race,
 )
 from drafthead.lab.races.record import Prompt
+from drafthead.lab.races.terms import RaceTerms
 
 logger = logging.getLogger(__name__)
 

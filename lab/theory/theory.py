@@ -11,6 +11,7 @@ from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.race import PLAIN, Contestant, Record, in_batches, prepare, race
+from drafthead.lab.races.terms import RaceTerms
 from drafthead.lab.speedup_model import (
     ChainPrediction,
     StepParts,
@@ -25,17 +26,6 @@ from drafthead.lab.theory.chains import Chains, operations_ratio
 from drafthead.lab.theory.given_answers import GivenAnswer, acceptance_chances
 
 RULE = "rejection"  # above temperature 0: the rule that the theory is about
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The terms of the measurement: what is decoded, and how."""
-
-    temperatures: tuple[float, ...]
-    top_p: float
-    max_new_tokens: int
-    length: int  # K of the chains that are decoded with
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -85,15 +75,22 @@ class Theory:
 
 
 def examine(
-    target: Target, drafters: Sequence[Chains], prompts: Sequence[list[int]], terms: Terms
+    target: Target,
+    drafters: Sequence[Chains],
+    prompts: Sequence[list[int]],
+    terms: RaceTerms,
+    length: int,
 ) -> list[Theory]:
-    """Decode prompts with each drafter and plainly, in turns, and compare with the theory."""
+    """Decode prompts with each drafter and plainly, in turns, and compare with the theory.
+
+    Chains have up to `length` tokens.
+    """
     found = []
     for temperature in terms.temperatures:
         sampling = SamplingConfig(temperature, top_p=terms.top_p)
-        plain, *records = decoded(target, drafters, prompts, sampling, terms)
+        plain, *records = decoded(target, drafters, prompts, sampling, terms, length)
         for chains, record in zip(drafters, records, strict=True):
-            found.append(theory_of(chains, record, plain, prompts, terms))
+            found.append(theory_of(chains, record, plain, prompts, terms.seed, length))
     return found
 
 
@@ -102,13 +99,14 @@ def decoded(
     drafters: Sequence[Chains],
     prompts: Sequence[list[int]],
     sampling: SamplingConfig,
-    terms: Terms,
+    terms: RaceTerms,
+    length: int,
 ) -> list[Record]:
     """Answers to all prompts, one by one in turns: plain decoding's, then each drafter's."""
     rule = "greedy" if sampling.greedy else RULE
     contestants: list[Contestant] = [Ours(PLAIN, "none", sampling, Decoder(target))]
     for chains in drafters:
-        decoder = chains.decoder(min(terms.length, chains.longest))
+        decoder = chains.decoder(min(length, chains.longest))
         contestants.append(Ours(chains.name, chains.name, sampling, decoder, verifier=rule))
     batches = in_batches(prompts, 1)
     for contestant in contestants:
@@ -121,11 +119,12 @@ def theory_of(
     record: Record,
     plain: Record,
     prompts: Sequence[list[int]],
-    terms: Terms,
+    seed: int,
+    length: int,
 ) -> Theory:
     """Return what was measured of a drafter's answers, beside what the theory makes of it."""
     sampling, longest = record.contestant.sampling, chains.longest
-    length = min(terms.length, longest)
+    length = min(length, longest)
     ledger, plain_ledger = record.ledger(), plain.ledger()
     step, operations = ledger.parts(plain_ledger), operations_ratio(chains, length)
     accept_lengths = accept_lengths_of(record)
@@ -134,7 +133,7 @@ def theory_of(
     answers = tqdm(record.first_round(), desc=f"reading {chains.name}", unit="answer", leave=False)
     chances = []
     for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
-        answer = GivenAnswer(list(prompt), tokens, terms.seed + number)
+        answer = GivenAnswer(list(prompt), tokens, seed + number)
         chances.append(acceptance_chances(chains.target, chains.drafter(1), answer, sampling))
     return Theory(
         drafter=chains.name,

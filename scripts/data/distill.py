@@ -1,20 +1,22 @@
 """`drafthead data distill`: write the target's own answers to prompts."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import AtLeastOne, CompileSwitch, settings
 from drafthead.scripts import options
+from drafthead.train.settings import Answering, DistillSettings
 
 if TYPE_CHECKING:
     from drafthead.train.distillation.answer_source import AnswerSource
     from drafthead.train.distillation.connection import Connection, ServedModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Asked(options.Rows):
     """What is asked."""
 
@@ -22,6 +24,10 @@ class Asked(options.Rows):
     limit: Annotated[
         int | None, typer.Option(help="Answer only this many rows, from the first.")
     ] = None
+    samples: Annotated[
+        AtLeastOne,
+        Field(description="Answers to each prompt, at a temperature above 0: rows ID, ID#2, ..."),
+    ] = 1
     system: Annotated[
         str | None,
         typer.Option(
@@ -31,36 +37,12 @@ class Asked(options.Rows):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answered:
-    """How it is answered."""
-
-    max_new_tokens: options.MaxNewTokens = 256
-    temperature: options.Temperature = 0.0
-    top_p: options.TopP = 1.0
-    seed: Annotated[int, typer.Option(help="Each row's seed is made from this and its id.")] = 0
-    samples: Annotated[
-        int,
-        typer.Option(help="Answers to each prompt, at a temperature above 0: rows ID, ID#2, ..."),
-    ] = 1
-    batch_size: Annotated[
-        int, typer.Option(help="Conversations at a time; 8 times as many are written together.")
-    ] = 32
-    end_repetition: Annotated[
-        bool, typer.Option(help="End answers whose last 32 tokens occurred twice before.")
-    ] = True
-    drop_cut: Annotated[
-        bool,
-        typer.Option("--drop-cut", help="Leave out rows with an answer that reached its limit."),
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class Where:
     """Where it is answered, and written."""
 
     output: Annotated[str, typer.Option(help="JSONL file to write; run again to resume.")]
-    compile: options.CompileSwitch = None
+    compile: CompileSwitch = None
     server: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +64,7 @@ class Where:
     overwrite: options.Overwrite = False
 
 
-def main(*, model: options.Model, asked: Asked, answered: Answered, where: Where) -> None:
+def main(*, model: options.Model, asked: Asked, answered: Answering, where: Where) -> None:
     """Write the target's own answers to prompts; all user turns are answered in order."""
     from drafthead.core.target.chat_template import check_template_arguments
     from drafthead.lab.reports.data_set import print_report
@@ -90,26 +72,21 @@ def main(*, model: options.Model, asked: Asked, answered: Answered, where: Where
     from drafthead.train.data.left_out import LeftOut
     from drafthead.train.distillation.answers import distill
     from drafthead.train.distillation.dialogue import sampled, with_system
-    from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings, Shard
+    from drafthead.train.distillation.distilled_file import DistilledFile, Shard
     from drafthead.train.jobs.outputs import full_disk_named
 
     part = None if where.shard is None else Shard.parse(where.shard)
     served = served_model(model, where)
-    settings = options.made_of(
-        DistillSettings,
-        (model, asked, answered),
-        {
-            "system": system_text(asked.system),
-            "template_arguments": options.template_values(asked.template_argument),
-            "server_model": served[1].name if served else None,
-        },
-    )
+    settings = DistillSettings(
+        model.target, asked.prompts, asked.prompt_column, model.dtype, system_text(asked.system),
+        asked.template_arguments, served[1].name if served else None, **vars(answered),
+    )  # fmt: skip
     path = Path(where.output) if part is None else part.path(Path(where.output))
     file = DistilledFile(path, settings, where.overwrite, part)
     file.check()  # before much is read
     left_out = LeftOut(asked.strict)
     rows = read_conversations(asked.prompts, asked.prompt_column, asked.limit, left_out)
-    rows = sampled(with_system(rows, settings.system), answered.samples, answered.temperature)
+    rows = sampled(with_system(rows, settings.system), asked.samples, answered.temperature)
     with full_disk_named(path), file:
         source = source_of(served, model, where.compile)
         check_template_arguments(source.tokenizer, settings.template_arguments)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import TargetName
 from drafthead.scripts import options
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
@@ -27,7 +28,7 @@ def main(
         str,
         typer.Option(help="What the target has written: answers of data distill, or logs."),
     ],
-    target: options.TargetName,
+    target: TargetName,
     output: options.NewFolder,
     ngrams: Annotated[
         int,

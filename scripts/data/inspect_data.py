@@ -36,7 +36,7 @@ def main(
     if row is not None and row > len(conversations):
         raise UserError(f"{data} has {len(conversations)} conversations, there is no row {row}")
     tokenizer = tokenizer_named(target)
-    arguments = options.template_values(rows.template_argument)
+    arguments = rows.template_arguments
     check_template_arguments(tokenizer, arguments)
     console = Console(highlight=False, soft_wrap=True)
     shown = conversations[:limit] if row is None else [conversations[row - 1]]

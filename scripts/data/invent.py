@@ -1,16 +1,18 @@
 """`drafthead data invent`: prompts without a data set, one JSON row each."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import AtLeastOne, CompileSwitch, DeviceName, settings
 from drafthead.scripts import options
+from drafthead.train.settings import Inventing, InventSettings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class AboutTexts:
     """Prompts that ask something of texts."""
 
@@ -31,39 +33,17 @@ class AboutTexts:
     ] = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inventor:
-    """Who invents messages, and how."""
-
-    target: Annotated[
-        str | None, typer.Option(help="The chat model: folder, GGUF file or hub id.")
-    ] = None
-    system: Annotated[
-        str | None, typer.Option(help="System message instead of the template's own.")
-    ] = None
-    beginnings: Annotated[
-        str | None,
-        typer.Option(
-            help="Texts (as --prompts of distill) whose beginnings are continued; a base model "
-            "needs them."
-        ),
-    ] = None
-    max_new_tokens: options.MaxNewTokens = 256
-    temperature: Annotated[float, typer.Option(help="Above 0; lower is less varied.")] = 1.0
-    top_p: options.TopP = 1.0
-    batch_size: options.BatchSize = 128
-    dtype: options.DtypeName = "auto"
-    device: options.DeviceName = "auto"
-    compile: options.CompileSwitch = None
-
-
 def main(
     *,
-    inventor: Inventor,
-    number: Annotated[int, typer.Option(help="Prompts to write.", callback=options.at_least_one)],
+    target: Annotated[
+        str | None, typer.Option(help="The chat model: folder, GGUF file or hub id.")
+    ] = None,
+    inventing: Inventing,
+    device: DeviceName = "auto",
+    compile: CompileSwitch = None,
+    number: Annotated[AtLeastOne, Field(description="Prompts to write.")],
     output: Annotated[Path, typer.Option(help="JSONL file to write; run again to resume.")],
     texts: AboutTexts,
-    seed: Annotated[int, typer.Option(help="Same seed and settings, same file.")] = 0,
     overwrite: options.Overwrite = False,
 ) -> None:
     """Let a chat model write users' messages: prompts for distill without any data set.
@@ -78,10 +58,10 @@ def main(
     if texts.about is not None:
         from drafthead.train.prompts.tasks import write_prompts
 
-        given = texts.about, texts.tasks, number, seed, texts.passages, output
+        given = texts.about, texts.tasks, number, inventing.seed, texts.passages, output
         typer.echo(f"{output}: {number} prompts about {write_prompts(*given)} texts")
         return
-    if inventor.target is None:
+    if target is None:
         raise UserError("--target is the model that invents prompts: give it, or --about DATA")
     from drafthead.core.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
@@ -92,21 +72,15 @@ def main(
         invent,
         log_report,
     )
-    from drafthead.train.prompts.message_source import (
-        InventSettings,
-        MessageSource,
-        first_messages,
-    )
+    from drafthead.train.prompts.message_source import MessageSource, first_messages
 
-    settings = options.made_of(
-        InventSettings, [inventor], {"seed": seed, "compile": bool(inventor.compile)}
-    )
+    settings = InventSettings(target, bool(compile), **vars(inventing))
     if output.exists() and not overwrite:  # before a large model is loaded
         check_settings(output, settings)
-    beginnings = inventor.beginnings
+    beginnings = inventing.beginnings
     first = first_messages(read_conversations(beginnings)) if beginnings else []
-    loaded = load_decoder_only(inventor.target, inventor.dtype, inventor.device)
-    decoder = Decoder.from_pretrained(loaded, compile=inventor.compile)
+    loaded = load_decoder_only(target, inventing.dtype, device)
+    decoder = Decoder.from_pretrained(loaded, compile=compile)
     source = MessageSource(decoder, settings, first)
     try:
         log_report(invent(source, output, number, overwrite), output)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from drafthead.core.settings import BatchSize, CompileSwitch
 from drafthead.scripts import options
 
 
@@ -12,11 +13,11 @@ def main(
     *,
     model: options.Model,
     draft: Annotated[str, typer.Option(help="The head: a folder or hub id.", metavar="HEAD")],
-    batch: options.BatchSize = 1,
+    batch: BatchSize = 1,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy; above 0 the size is chosen as for a single row.")
     ] = 0.0,
-    compile: options.CompileSwitch = None,
+    compile: CompileSwitch = None,
     fresh: Annotated[
         bool, typer.Option(help="Time the steps again and store the new times.")
     ] = False,

@@ -28,9 +28,6 @@ def main(
             metavar="SERVER",
         ),
     ] = None,
-    launch: Annotated[
-        bool, typer.Option("--launch", help="With --for: start it, until Ctrl-C.")
-    ] = False,
     format: Annotated[
         str | None,
         typer.Option(help=f"Exactly this layout instead: {options.FORMATS}; see docs/formats.md."),
@@ -49,13 +46,10 @@ def main(
     files are removed. If no format can express the head, the error names what each lacks.
     """
     from drafthead.heads.formats.exporting import export_head
-    from drafthead.lab.servers import launch as launching
     from drafthead.lab.servers.export_for import SCRIPT, export_named, read_head
 
     if (format is None) == (server is None):
         raise UserError("name either a server with --for, or a layout with --format")
-    if launch and server is None:
-        raise UserError("--launch starts the server that --for names")
     if format is not None:
         difference = export_head(*read_head(head, target), format, output)
         print(f"{output}: {format}, log-probabilities replayed within {difference:.1e}")
@@ -64,6 +58,5 @@ def main(
     served = export_named(server, str(head), target, output)
     print(f"{output}/{SCRIPT}: {served.layout}, method {served.method}, K = {served.tokens}")
     print(f"K: {served.reason}")
-    print(f"PORT=8000 sh {output}/{SCRIPT} starts it")
-    if launch:
-        launching.launch(output, served)
+    print(f"PORT=8000 sh {output}/{SCRIPT} starts it. Does it write the target's text then?")
+    print(f"drafthead audit http://127.0.0.1:8000 --target {served.target} --head {served.head}")

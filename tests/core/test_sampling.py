@@ -18,7 +18,6 @@ from drafthead.core.host import to_device
 from drafthead.core.sampling import (
     GOLDEN,
     LEAST_DRAFT_PROBABILITY,
-    LEAST_TEMPERATURE,
     NO_TOKEN,
     RowRandom,
     SamplingConfig,
@@ -34,6 +33,7 @@ from drafthead.core.sampling import (
     sample,
     signed,
 )
+from drafthead.core.settings import LEAST_TEMPERATURE
 
 GRID = product(
     (0.5, 1.0, 1.7),  # temperature

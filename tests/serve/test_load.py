@@ -23,9 +23,10 @@ from drafthead.infer.running_rows import RunningRows
 from drafthead.infer.timing.plans import MOST_PLANS, StepKind
 from drafthead.serve import connections, json_grammar
 from drafthead.serve.answer_text import AnswerText
-from drafthead.serve.app import ServerOptions, make_app
+from drafthead.serve.app import make_app
 from drafthead.serve.connections import Connection
 from drafthead.serve.limits import MOST_BIASES, MOST_STOP_CHARACTERS, MOST_STOPS
+from drafthead.serve.server_options import ServerOptions
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

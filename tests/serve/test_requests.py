@@ -16,7 +16,8 @@ from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.scripts import serve
-from drafthead.serve.app import ServerOptions, make_app
+from drafthead.serve.app import make_app
+from drafthead.serve.server_options import ServerOptions
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = (

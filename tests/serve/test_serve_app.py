@@ -19,8 +19,9 @@ from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.request.options import read_options
 from drafthead.scripts.serve import refuse_taken
-from drafthead.serve.app import ServerOptions, make_app
+from drafthead.serve.app import make_app
 from drafthead.serve.errors import ApiError
+from drafthead.serve.server_options import ServerOptions
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

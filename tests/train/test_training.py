@@ -385,7 +385,7 @@ def test_an_average_of_weights_is_measured_and_written_and_changes_no_step(
 
 @pytest.mark.parametrize("ema", [0, 1, -0.5, 1.5])
 def test_a_decay_that_averages_nothing_is_refused(configure, ema: float):
-    with pytest.raises(UserError, match=rf"section train: ema must lie in \(0, 1\).* got {ema}"):
+    with pytest.raises(UserError, match=rf"train.ema must lie in \(0, 1\), got {ema}"):
         load_run_config(configure(ema=ema))
 
 

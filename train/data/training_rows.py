@@ -4,12 +4,14 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import Count, Positive, settings
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import PackedData, pack_sequences
@@ -19,7 +21,7 @@ from drafthead.train.data.token_table import token_table
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@settings
 class DataConfig:
     """The conversations, and the length of packed rows."""
 
@@ -27,29 +29,23 @@ class DataConfig:
     # Conversations to measure the head on: a source or, without one, a share of those in `train`,
     # which are then not trained on. Without either it is not evaluated.
     validation: str | None = None
-    validation_share: float | None = None
+    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     prompt_column: str | None = None
     # Of the chat template, such as enable_thinking: false; rows that have their own keep those.
     template_arguments: dict[str, Any] = field(default_factory=dict)
     strict: bool = False  # end at the first row that cannot be used, instead of leaving it out
-    max_length: int = 512  # tokens in a row
-    max_validation: int = 500  # conversations
+    max_length: Annotated[int, Field(ge=2)] = 512  # tokens in a row
+    max_validation: Count = 500  # conversations
     feature_folder: str | None = None  # where the target's features are kept after the first epoch
     feature_dtype: Literal["int8"] | None = None  # lossy: bytes with scales; None: as computed
-    feature_budget_gb: float | None = None  # what is kept of them; the rest is computed each epoch
+    feature_budget_gb: Positive | None = None  # of what is kept; the rest is computed each epoch
 
     def __post_init__(self) -> None:
-        if self.max_length < 2 or self.max_validation < 1:
-            raise ValueError("max_length must be at least 2 and max_validation at least 1")
         how = self.feature_dtype, self.feature_budget_gb
         if self.feature_folder is None and how != (None, None):
             raise ValueError("feature_dtype and feature_budget_gb need a feature_folder")
-        if self.feature_budget_gb is not None and self.feature_budget_gb <= 0:
-            raise ValueError(f"feature_budget_gb must be above 0, got {self.feature_budget_gb}")
         if not self.sources or min(self.sources.values()) <= 0:
             raise ValueError("data.train needs a source, and weights above 0")
-        if self.validation_share is not None and not 0 < self.validation_share < 1:
-            raise ValueError(f"validation_share is between 0 and 1, got {self.validation_share}")
 
     @property
     def is_validated(self) -> bool:

@@ -19,7 +19,7 @@ from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.serving import Answer, ServeRequest
-from drafthead.train.distillation.distilled_file import DistillSettings
+from drafthead.train.settings import DistillSettings
 
 # Requests of token ids, with a number as id and a seed; None: no more come.
 Questions: TypeAlias = Queue[ServeRequest | Prompt | None]

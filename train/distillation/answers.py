@@ -27,9 +27,9 @@ from drafthead.train.distillation.dialogue import Dialogue, Job, question_of, us
 from drafthead.train.distillation.distilled_file import (
     AnswerStatistics,
     DistilledFile,
-    DistillSettings,
 )
 from drafthead.train.jobs.console import AnswerBar
+from drafthead.train.settings import DistillSettings
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from drafthead.train.distillation.answer_source import AnswerSource, EncodedAnsw
 from drafthead.train.distillation.distilled_file import (
     FROM_TEXT_COLUMN,
     REASONS_COLUMN,
-    DistillSettings,
 )
+from drafthead.train.settings import DistillSettings
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from drafthead.train.distillation.connection import (
     ServedModel,
     choice_of,
 )
-from drafthead.train.distillation.distilled_file import DistillSettings
+from drafthead.train.settings import DistillSettings
 
 
 class ServerSource:

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import Count, FromZero, settings
 from drafthead.core.storage.files import let_others_read, write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, keep_layers
@@ -32,7 +33,7 @@ from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
-from drafthead.heads.objectives.losses import TOKEN_LOSSES, check_token_loss
+from drafthead.heads.objectives.losses import TOKEN_LOSSES, LossName
 from drafthead.infer.drafters.frequent_tokens import (
     DRAFT_IDS,
     DRAFT_IDS_FILE,
@@ -42,24 +43,20 @@ from drafthead.infer.drafters.frequent_tokens import (
 FAMILY = "draft_model"
 
 
-@dataclass(frozen=True)
+@settings
 class DraftModelConfig:
     """Shape and loss of a draft model. What is not set follows the target."""
 
-    num_layers: int = 0  # of the target's, evenly spaced; 0: one for each eight of them
+    num_layers: FromZero = 0  # of the target's, evenly spaced; 0: one for each eight of them
     layers: tuple[int, ...] = ()  # which of the target's, instead of evenly spaced ones
-    depth: int = 6  # tokens after the root, of which accuracies are reported
-    loss: str = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
+    depth: Count = 6  # tokens after the root, of which accuracies are reported
+    loss: LossName = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    draft_vocab_size: FromZero = 0  # most frequent tokens to guess among; 0: the whole vocabulary
     architecture: dict[str, Any] = field(default_factory=dict)  # transformers' configuration
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))  # JSON brings a list
-        if min(self.num_layers, self.draft_vocab_size) < 0 or self.depth < 1:
-            raise ValueError("num_layers and draft_vocab_size must not be negative, depth not 0")
         if self.num_layers and self.layers and len(self.layers) != self.num_layers:
             raise ValueError(f"num_layers is {self.num_layers}, but layers names {self.layers}")
-        check_token_loss(self.loss)
 
 
 class Student(DraftVocabulary, DraftHead):

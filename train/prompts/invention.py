@@ -24,7 +24,8 @@ from drafthead.train.jobs.outputs import (
     other_settings,
 )
 from drafthead.train.prompts.message_filter import MessageFilter
-from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
+from drafthead.train.prompts.message_source import Message, MessageSource
+from drafthead.train.settings import InventSettings
 
 logger = logging.getLogger(__name__)
 

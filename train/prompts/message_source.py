@@ -16,6 +16,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.request.text_pieces import texts_of
 from drafthead.train.data.conversations import Conversation, row_seed
 from drafthead.train.data.supervision import Rendering, special_ids
+from drafthead.train.settings import InventSettings
 
 MARKER = "qzmessagezq"  # stands for the message; no template writes it
 
@@ -64,31 +65,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 BEGINNING_TOKENS = 16  # most that are taken from a text
-
-
-@dataclass(frozen=True)
-class InventSettings:
-    """Everything that decides the messages; a resumed run must have the same."""
-
-    target: str
-    system: str | None = None
-    beginnings: str | None = None
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-    batch_size: int = 128
-    dtype: str = "auto"
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise UserError(
-                f"temperature must be above 0, got {self.temperature}: without chance all messages "
-                "would be the same"
-            )
-        if self.batch_size < 1:
-            raise UserError(f"the batch size must be at least 1, got {self.batch_size}")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import yaml
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import Count, Positive, reader, sentence, settings
 from drafthead.core.target.processor import bfloat16_instructions
 from drafthead.core.target.weight_types import LOSSY
 from drafthead.train.data.training_rows import DataConfig
@@ -28,43 +29,37 @@ DEFAULT_FAMILY = "medusa"
 NARROW = ("bfloat16", "float16", *LOSSY)  # types that compute in 16 bits
 
 
-@dataclass(frozen=True)
+@settings
 class TrainConfig:
     """The length of training, and how often it is saved. Give one of epochs, steps, minutes."""
 
     output: str
-    epochs: float | None = None
-    max_steps: int | None = None
-    max_minutes: float | None = None
-    batch_rows: int = 16  # rows of an optimiser step, over all processes
-    micro_batch_rows: int = 4  # rows that a process computes at a time, at most
+    epochs: Positive | None = None
+    max_steps: Count | None = None
+    max_minutes: Positive | None = None
+    batch_rows: Count = 16  # rows of an optimiser step, over all processes
+    micro_batch_rows: Count = 4  # rows that a process computes at a time, at most
     mixed_precision: Annotated[
         Literal["auto", "no", "bf16"],
         BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
     ] = "no"  # `auto`: bf16 on GPUs and on processors with instructions for it
     seed: int = 0
-    ema: float | None = None  # evaluate and write an average of weights, with this decay a step
+    # Evaluate and write an average of weights, with this decay a step, such as 0.999.
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     init_from: str | None = None  # a head of the same family and shape, whose weights to start with
-    save_every: int | None = None  # steps between saved states
-    save_minutes: float = 10.0  # the same in minutes
-    eval_every: int | None = None  # steps between evaluations; there is always one at the end
+    save_every: Count | None = None  # steps between saved states
+    save_minutes: Positive = 10.0  # the same in minutes
+    eval_every: Count | None = None  # steps between evaluations; there is always one at the end
     curve: bool = False  # evaluate after 1/8, 1/4 and 1/2 of the answers and after each epoch, too
     overwrite: bool = False  # discard a finished run, or one with other settings, in `output`
     cpu: bool = False  # use no GPU
     on_policy: bool = False  # in a second stage, train where decoding with the head would draft
-    on_policy_share: float = 0.3  # of the duration, for that stage
+    on_policy_share: Annotated[float, Field(gt=0, le=1)] = 0.3  # of the duration, for that stage
 
     def __post_init__(self) -> None:
         limits = [self.epochs, self.max_steps, self.max_minutes]
         if sum(limit is not None for limit in limits) != 1:
             raise ValueError("give exactly one of epochs, max_steps and max_minutes")
-        counts = [self.batch_rows, self.micro_batch_rows, self.save_every, self.eval_every]
-        if any(n is not None and n <= 0 for n in [*limits, *counts, self.save_minutes]):
-            raise ValueError("all numbers but the seed must be positive")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema must lie in (0, 1), as 0.999 does, got {self.ema}")
-        if not 0 < self.on_policy_share <= 1:
-            raise ValueError(f"on_policy_share must lie in (0, 1], got {self.on_policy_share}")
 
     def shared_among(self, num_processes: int) -> "TrainConfig":
         """The settings in one of so many processes, which compute a step's rows in equal parts.
@@ -283,12 +278,14 @@ def build_section(name: str, cls: type, given: dict[str, Given], path: Path) -> 
         key.removeprefix(prefix): g.value for key, g in given.items() if key.startswith(prefix)
     }
     try:
-        return TypeAdapter(cls).validate_python(values)
+        return reader(cls).validate_python(values)
     except ValidationError as error:
-        raise UserError(explain(error, name, given, path)) from error
+        raise UserError(explain(error, name, cls, given, path)) from error
 
 
-def explain(error: ValidationError, section: str, given: dict[str, Given], path: Path) -> str:
+def explain(
+    error: ValidationError, section: str, cls: type, given: dict[str, Given], path: Path
+) -> str:
     """pydantic's first error as a sentence about a setting."""
     complaint = error.errors()[0]
     reason = complaint["msg"].removeprefix("Value error, ")
@@ -297,7 +294,8 @@ def explain(error: ValidationError, section: str, given: dict[str, Given], path:
     name = f"{section}.{complaint['loc'][0]}"
     if complaint["type"] == "missing":
         return f"{path} lacks {name}, which has no default"
-    return f"{given[name].origin}: {name} is {complaint['input']!r}: {reason}"
+    reason = sentence(error, get_type_hints(cls, include_extras=True))
+    return f"{given[name].origin}: {section}.{reason}"
 
 
 def one_line(error: Exception) -> str:

@@ -4,40 +4,34 @@ Where the target's own output head guesses the next token, head k guesses the k-
 residual blocks x + SiLU(W x + b) on the target's final hidden state, then an output projection.
 """
 
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from drafthead.core.settings import Count, settings
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.growing.static import MEDUSA_PATHS
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
-from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss, depth_weights
+from drafthead.heads.objectives.losses import DepthDecay, LossName, depth_weights
 
 
-@dataclass(frozen=True)
+@settings
 class MedusaConfig:
     """Shape and loss of Medusa heads. Sizes are filled in from the target."""
 
-    num_heads: int = 4
-    num_blocks: int = 1
+    num_heads: Count = 4
+    num_blocks: Count = 1
     output: Literal["own", "shared"] = "own"  # shared: the target's frozen output head
     bias: bool = True  # in the residual blocks
-    loss: ForTraining[str] = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    depth_decay: ForTraining[float] = 0.8  # head k's loss is weighted by depth_decay ** (k - 1)
+    loss: ForTraining[LossName] = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    depth_decay: ForTraining[DepthDecay] = 0.8  # head k's loss weighs depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_blocks < 1:
-            raise ValueError("num_heads and num_blocks must be at least 1")
-        check_token_loss(self.loss)
-        check_depth_decay(self.depth_decay)
 
 
 class MedusaBranch(nn.Module):

@@ -9,13 +9,15 @@ confidence output) and Domino (arXiv 2605.29707: recurrent correction) are confi
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import Count, FromZero, settings
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead, ForTraining, register_head
@@ -32,8 +34,8 @@ from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import (
     TOKEN_LOSSES,
-    check_depth_decay,
-    check_token_loss,
+    DepthDecay,
+    LossName,
     depth_weights,
     dpace_weights,
     hard_cross_entropy,
@@ -46,39 +48,36 @@ BLOCKS_AT_ONCE = 32
 MOST_RANK = 256  # of a correction whose rank is not configured
 
 
-@dataclass(frozen=True)
+@settings
 class ParallelConfig(BlockConfig):
     """Shape and loss of a block-parallel head; what is 0 or empty is filled in from the target."""
 
     vocab_size: int = 0
-    draft_vocab_size: int = 0  # most frequent tokens to guess among; 0: the whole vocabulary
+    draft_vocab_size: FromZero = 0  # most frequent tokens to guess among; 0: the whole vocabulary
     correction: Literal["none", "markov", "gated", "recurrent"] = "markov"
-    correction_rank: int = 0  # a quarter of the hidden size, at most 256
-    loss: ForTraining[str] = "soft"  # a name in losses.TOKEN_LOSSES
-    depth_decay: ForTraining[float] = 0.8  # token k's loss is weighted by depth_decay ** (k - 1)
+    correction_rank: FromZero = 0  # a quarter of the hidden size, at most 256
+    loss: ForTraining[LossName] = "soft"  # a name in losses.TOKEN_LOSSES
+    depth_decay: ForTraining[DepthDecay] = 0.8  # token k's loss weighs depth_decay ** (k - 1)
     dpace: ForTraining[bool] = False  # weight places by what an error costs: `dpace_weights`
     warm: ForTraining[bool] = False  # start from copies of the target's own layers
-    anchors: ForTraining[int] = 32  # blocks of a row that a training step drafts
+    anchors: ForTraining[Count] = 32  # blocks of a row that a training step drafts
     anchor_places: ForTraining[Literal["random", "blocks"]] = "random"  # blocks: end to end
-    confidence_weight: float = 0.0  # of the confidence output's loss; 0: there is no such output
+    # Of the confidence output's loss; 0: there is no such output.
+    confidence_weight: Annotated[float, Field(ge=0)] = 0.0
     confidence_reads_token: bool = True  # it knows the token before the slot
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.correction_rank < 0 or 0 < self.hidden_size < self.correction_rank:
+        if 0 < self.hidden_size < self.correction_rank:
             raise ValueError(
                 f"correction_rank must lie between 1 and the hidden size, got "
                 f"{self.correction_rank}"
             )
-        if self.draft_vocab_size < 0 or 0 < self.vocab_size < self.draft_vocab_size:
+        if 0 < self.vocab_size < self.draft_vocab_size:
             raise ValueError(
                 f"draft_vocab_size must lie between 0 and the target's {self.vocab_size} tokens, "
                 f"got {self.draft_vocab_size}"
             )
-        check_token_loss(self.loss)
-        check_depth_decay(self.depth_decay)
-        if self.anchors < 1 or self.confidence_weight < 0:
-            raise ValueError("anchors must be at least 1 and confidence_weight not negative")
 
 
 @dataclass(frozen=True)

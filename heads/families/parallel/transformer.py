@@ -6,20 +6,20 @@ to keys and values made from the target's tapped hidden states of all tokens bef
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
 from torch import nn
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import FromZero, settings
 from drafthead.core.target.target import Target
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, RMSNorm, Rotary, Store
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # [B, Hkv, T, head_dim] each
 
 
-@dataclass(frozen=True)
+@settings
 class BlockConfig(LayerConfig):
     """Shape of a block transformer; what is 0 or empty is filled in from the target."""
 
@@ -31,10 +31,9 @@ class BlockConfig(LayerConfig):
     root_feature: bool = False  # the root's slot also reads the context vector before the root
     causal: bool = True  # slots see the slots before them; otherwise all of their block
     window: int = 0  # positions that a slot sees, its own and those before it; 0: all
-    mask_token: int | None = None  # its embedding fills the other slots; None: a learnt vector does
+    mask_token: FromZero | None = None  # whose embedding fills the others; None: a learnt vector
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))  # JSON knows lists only
         if self.depth < 1 or self.num_layers < 1:
             raise ValueError(
                 f"block_size {self.block_size} and num_layers {self.num_layers} leave nothing to "
@@ -46,8 +45,6 @@ class BlockConfig(LayerConfig):
             raise ValueError(
                 f"window must be 0 or hold a block of {self.block_size}, got {self.window}"
             )
-        if self.mask_token is not None and self.mask_token < 0:
-            raise ValueError(f"mask_token must be a token id, got {self.mask_token}")
 
     @property
     def depth(self) -> int:

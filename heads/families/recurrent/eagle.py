@@ -4,12 +4,12 @@ From the target's final hidden state at position t and the token after it, the l
 hidden state at t + 1, which the target's own output head turns into the guess of token t + 2.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from drafthead.core.settings import settings
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
@@ -18,7 +18,7 @@ from drafthead.heads.layers.decoder_layer import DecoderLayer
 from drafthead.heads.objectives.losses import feature_loss
 
 
-@dataclass(frozen=True)
+@settings
 class EagleConfig(RecurrentConfig):
     """Shape and loss of an EAGLE head.
 

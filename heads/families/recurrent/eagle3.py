@@ -6,13 +6,14 @@ of EAGLE-3.1 ("Attention Drift", arXiv 2605.09992) keep the states that are fed 
 P-EAGLE (arXiv 2602.01469) feeds nothing back: one pass over mask tokens drafts all depths.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import settings
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.heads.base import register_head
@@ -27,7 +28,7 @@ from drafthead.heads.layers.decoder_layer import (
 )
 
 
-@dataclass(frozen=True)
+@settings
 class Eagle3Config(RecurrentConfig):
     """Shape and training of an EAGLE-3 head.
 

@@ -7,13 +7,13 @@ last output beyond that.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from drafthead.core.settings import Count, FromZero, settings
 from drafthead.core.target.features import Features
 from drafthead.core.target.masks import LayerKind
 from drafthead.core.target.target import Target
@@ -24,33 +24,29 @@ from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.anchors import is_anchor
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import (
-    check_depth_decay,
-    check_token_loss,
+    DepthDecay,
+    LossName,
     depth_weights,
 )
 
 
-@dataclass(frozen=True)
+@settings
 class RecurrentConfig(LayerConfig):
     """Layers and training of a recurrent head. Sizes are filled in from the target."""
 
     vocab_size: int = 0
-    num_layers: int = 1
-    depth: int = 5  # tokens drafted after the root
-    ttt_steps: ForTraining[int] = 5  # training-time test: steps that training unrolls, 1 for none
-    depth_decay: ForTraining[float] = 0.8  # step k's loss is weighted by depth_decay ** (k - 1)
-    loss: ForTraining[str] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    window: int = 0  # positions that layers see, their own and those before it; 0: all
+    num_layers: Count = 1
+    depth: Count = 5  # tokens drafted after the root
+    ttt_steps: ForTraining[Count] = 5  # training-time test: steps that training unrolls, 1 for none
+    depth_decay: ForTraining[DepthDecay] = 0.8  # step k's loss weighs depth_decay ** (k - 1)
+    loss: ForTraining[LossName] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    window: FromZero = 0  # positions that layers see, their own and those before it; 0: all
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.depth < 1 or self.window < 0:
-            raise ValueError("num_layers and depth must be at least 1, and window at least 0")
-        if not 1 <= self.ttt_steps <= self.depth:
+        if self.ttt_steps > self.depth:
             raise ValueError(
                 f"ttt_steps must lie in 1 to depth ({self.depth}), got {self.ttt_steps}"
             )
-        check_token_loss(self.loss)
-        check_depth_decay(self.depth_decay)
 
 
 class RecurrentHead(HeadByDepth):

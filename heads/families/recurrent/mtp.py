@@ -6,12 +6,13 @@ output head, and stands for the hidden state of the next position.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from drafthead.core.settings import settings
 from drafthead.core.target.architecture import NORM_NAMES, find_module
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
@@ -21,7 +22,7 @@ from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotati
 from drafthead.heads.layers.own_layer import OwnLayer, OwnRotary, model_of_one_layer, mtp_layer_of
 
 
-@dataclass(frozen=True)
+@settings
 class MtpConfig(RecurrentConfig):
     """The shape of an MTP layer; its sizes are in `layer`, not beside it as of other heads."""
 

@@ -4,16 +4,17 @@ Head k reads the target's hidden state and the embeddings of the root and of the
 drafted after it. Hydra++ puts a decoder layer, the prefix layer, between target and heads.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn.functional import silu
 
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.settings import Count, settings
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.sequential.head import SequentialHead
@@ -21,32 +22,25 @@ from drafthead.heads.growing.static import MEDUSA_PATHS
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
 from drafthead.heads.layers.segments import seen_in_segments
-from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
+from drafthead.heads.objectives.losses import DepthDecay, LossName
 
 
-@dataclass(frozen=True)
+@settings
 class HydraConfig(LayerConfig):
     """Shape and loss of Hydra heads; the layer's shape is that of the prefix layer.
 
     The defaults are Hydra++. Hydra is prefix_layer false, num_blocks 1 and loss hard.
     """
 
-    num_heads: int = 4
-    num_blocks: int = 4  # after a head's first, one block is applied num_blocks - 1 times
+    num_heads: Count = 4
+    num_blocks: Count = 4  # after a head's first, one block is applied num_blocks - 1 times
     prefix_layer: bool = True
     grounded: bool = True  # false: the heads see no drafted tokens, as Medusa's
-    dropout: float = 0.0  # before every block and output; 0.2 in the paper's 10 epochs
-    loss: ForTraining[str] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    depth_decay: ForTraining[float] = 1.0  # head k's loss is weighted by depth_decay ** (k - 1)
+    # Before every block and output; 0.2 in the paper's 10 epochs.
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    loss: ForTraining[LossName] = "soft"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    depth_decay: ForTraining[DepthDecay] = 1.0  # head k's loss weighs depth_decay ** (k - 1)
     vocab_size: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_blocks < 1:
-            raise ValueError("num_heads and num_blocks must be at least 1")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        check_token_loss(self.loss)
-        check_depth_decay(self.depth_decay)
 
 
 class HydraBranch(nn.Module):

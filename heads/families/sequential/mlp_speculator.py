@@ -5,41 +5,34 @@ guesses the next from it; every step has weights of its own unless they are tied
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import gelu, rms_norm
 
+from drafthead.core.settings import Count, FromZero, settings
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.sequential.head import SequentialHead
-from drafthead.heads.objectives.losses import check_depth_decay, check_token_loss
+from drafthead.heads.objectives.losses import DepthDecay, LossName
 
 NORM_EPS = 1e-6
 
 
-@dataclass(frozen=True)
+@settings
 class MlpSpeculatorConfig:
     """Shape and loss of an MLP speculator. Sizes are filled in from the target."""
 
-    num_heads: int = 4  # steps, and so tokens drafted
-    inner_size: int = 0  # of the state; 0 is the target's hidden size
+    num_heads: Count = 4  # steps, and so tokens drafted
+    inner_size: FromZero = 0  # of the state; 0 is the target's hidden size
     tie_weights: bool = False  # one set of weights for all steps; the first projection is its own
     scale_input: bool = False  # normalise the target's hidden state first
-    loss: ForTraining[str] = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
-    depth_decay: ForTraining[float] = 1.0  # step k's loss is weighted by depth_decay ** (k - 1)
+    loss: ForTraining[LossName] = "hard"  # a name in heads.objectives.losses.TOKEN_LOSSES
+    depth_decay: ForTraining[DepthDecay] = 1.0  # step k's loss weighs depth_decay ** (k - 1)
     hidden_size: int = 0
     vocab_size: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1:
-            raise ValueError("num_heads must be at least 1")
-        if self.inner_size < 0:
-            raise ValueError(f"inner_size must be 0 (the hidden size) or above: {self.inner_size}")
-        check_token_loss(self.loss)
-        check_depth_decay(self.depth_decay)
 
 
 class ShiftedNorm(nn.Module):

@@ -387,7 +387,7 @@ def test_a_models_own_settings_can_be_passed_on(target) -> None:
     )  # fmt: skip
     options = read_options({"generation_config": own})
     assert options.sampling == SamplingConfig(0.7, 20, 0.8)
-    assert options.own_ends == {7, 8} and options.config.repetition_penalty == 1.05
+    assert options.eos_token_id == {7, 8} and options.generation_config.repetition_penalty == 1.05
     with_config = Decoder(target).generate(
         PROMPTS, max_new_tokens=MAX_NEW, generation_config=target.model.generation_config
     )

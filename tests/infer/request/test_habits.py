@@ -7,10 +7,12 @@ import pytest
 import torch
 from hidden_answers import generated
 from tiny import byte_tokenizer, tiny_llama, write_target
+from transformers import GenerationConfig
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
-from drafthead.infer import DecodeOptions, Decoder, Target
+from drafthead.infer import Decoder, Target
+from drafthead.infer.request.options import NAMES
 from drafthead.infer.request.other_words import OF_CALLS
 from drafthead.lab.tracing import trace
 
@@ -48,7 +50,7 @@ def prompt_of(decoder: Decoder, messages: Any, **options: Any) -> str:
         ({"max_tokens": 3}, "use max_new_tokens"),
         ({"max_length": 3}, "use max_new_tokens, or generation_config"),
         ({"return_dict_in_generate": True}, "always returned"),
-        ({"repetition_penalty": 1.1}, r"generation_config=GenerationConfig\(repetition_penalty"),
+        ({"use_cache": True}, r"generation_config=GenerationConfig\(use_cache"),
         ({"tools": []}, "chat_template_kwargs={'tools'"),
         ({"assistant_model": None}, "from_pretrained"),
         ({"stop_string": "x"}, "did you mean 'stop_strings'"),
@@ -59,8 +61,20 @@ def test_options_of_other_software_are_answered_with_ours(speaking, option, inst
         speaking.generate("hi", **option)
 
 
+def test_what_becomes_a_processor_is_a_keyword_or_comes_in_a_config(speaking) -> None:
+    penalty = {"repetition_penalty": 1.8, "frequency_penalty": 0.5}
+    in_config = GenerationConfig(no_repeat_ngram_size=2, **penalty)
+    expected = speaking.generate("hi", generation_config=in_config, max_new_tokens=24)
+    config = GenerationConfig(no_repeat_ngram_size=2)
+    found = speaking.generate("hi", generation_config=config, **penalty, max_new_tokens=24)
+    assert found.sequences == expected.sequences and config.repetition_penalty is None
+    assert found.sequences != speaking.generate("hi", max_new_tokens=24).sequences
+    with pytest.raises(UserError, match="repetition_penalty must be a number, got 'x'"):
+        speaking.generate("hi", repetition_penalty="x")
+
+
 def test_no_option_is_called_another_word() -> None:
-    assert not OF_CALLS.keys() & DecodeOptions.__annotations__.keys()
+    assert not OF_CALLS.keys() & {*NAMES}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.draft_acceptance import Size
-from drafthead.infer.request.options import Options
+from drafthead.infer.request.request import DecodeOptions
 from drafthead.infer.timing import plans as plans_module
 from drafthead.infer.timing.plans import Plans, StepKind, costs_file, in_plain_steps
 from drafthead.infer.timing.step_timing import VISIT_STEPS
@@ -173,7 +173,7 @@ def test_a_longer_context_begins_with_what_drafts_were_found_to_bring(target) ->
 
 
 def test_the_context_of_a_batch_is_that_of_its_active_rows(target) -> None:
-    request = Decoder(target).request([[3, 4, 5], [3] * 201], Options(max_new_tokens=8))
+    request = Decoder(target).request([[3, 4, 5], [3] * 201], DecodeOptions(max_new_tokens=8))
     run, two = BatchRun(request, target.device), StepKind("greedy", 2, False, False)
     assert run.columns == 102 and StepKind.of(run, verifier_for("auto", 0.0)) == two
     run.batch.take([[9], [9]])

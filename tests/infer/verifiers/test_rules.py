@@ -119,7 +119,7 @@ def test_lenience_is_an_option_and_exact_at_one() -> None:
         ("typical", {"lenience": 0.5}, "verifier 'typical' has no option lenience"),
         ("lenient", {"lenience": 0.0}, "lenience must lie in"),
         ("typical", {"typical_epsilon": 1.5}, "typical_epsilon must lie in"),
-        ("typical", {"typical_delta": -1.0}, "typical_delta must be 0 or above"),
+        ("typical", {"typical_delta": -1.0}, "typical_delta must be at least 0"),
         ("top_k", {"accept_distance": 1}, "verifier 'top_k' has no option accept_distance"),
         ("top_k", {"accept_top": 0}, "accept_top must be at least 1, got 0"),
         ("distance", {"accept_distance": -1}, "accept_distance must be at least 0, got -1"),

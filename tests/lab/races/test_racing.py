@@ -7,9 +7,9 @@ from tiny import LETTERS, letters_model
 
 from drafthead.core.target.target import Target
 from drafthead.lab.races import racing
-from drafthead.lab.races.race import RaceTerms
 from drafthead.lab.races.racing import DraftOptions, entrants, run_races
 from drafthead.lab.races.record import Prompt, drafts_by_name
+from drafthead.lab.races.terms import RaceTerms
 
 
 def test_a_drafter_whose_folder_has_the_name_of_its_kind_is_named_once() -> None:

@@ -2,17 +2,12 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from threading import Thread
-from time import sleep
 
 import pytest
 import torch
-from forks import forked, status_of
 from tiny import byte_tokenizer
 from transformers import LlamaForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, random_head
@@ -22,20 +17,11 @@ from drafthead.core.target.loading import vocabulary_of
 from drafthead.core.target.target import Target
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.lab.servers.export_for import Served, export_for, export_named
-from drafthead.lab.servers.launch import is_ready, launch
+from drafthead.lab.servers.export_for import export_for, export_named
 from drafthead.lab.servers.vllm_lookup import FOLDER
 
 # Prints its arguments, as the programs that scripts start.
 PRINTS = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
-ANSWERS = f"""#!{sys.executable}
-import http.server, os
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *_): pass
-http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -210,72 +196,3 @@ def test_a_conversion_that_was_cut_short_is_made_again(exported, tmp_path, monke
     monkeypatch.setenv("LLAMA_CPP", "sources")
     ran = subprocess.run(["sh", str(folder / "serve.sh")])
     assert ran.returncode == 3 and not (folder / "head.gguf").exists()
-
-
-@pytest.mark.parametrize(
-    ("signals", "status"), [((signal.SIGTERM,), 143), ((signal.SIGHUP,), 129), ((), 2)]
-)
-def test_nothing_is_left_where_launching_ends(tmp_path, signals, status, monkeypatch):
-    """Of a server that answers until it is stopped, or ends with an error by itself."""
-    dies = ANSWERS.replace("serve_forever()", "handle_request(); sys.exit(7)")
-    text = ANSWERS if signals else dies.replace("import http.server", "import sys, http.server")
-    (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
-    monkeypatch.setenv("VLLM", program(tmp_path, text))
-    monkeypatch.setenv("PORT", "18465")
-
-    def launched() -> None:
-        try:
-            launch(tmp_path, Served("vllm", "h", "l", "m", "some/target", 3, ""))
-        except UserError as error:
-            print(error)
-            sys.exit(2)
-
-    child, said = forked(launched)
-    told = ""
-    while "drafthead audit" not in told:
-        told += said.readline()
-    for number in signals:
-        os.kill(child, number)
-    rest = said.read()
-    assert status_of(child) == status, rest
-    assert signals or "ended with status 7" in rest
-    assert not is_ready("http://127.0.0.1:18465")
-
-
-def test_another_program_at_the_port_is_not_taken_for_the_server(tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        monkeypatch.setenv("PORT", str(port))
-        (tmp_path / "serve.sh").write_text("exit 0\n")
-        served = Served("vllm", "runs/mine", "eagle3-vllm", "eagle3", "some/target", 3, "")
-        with pytest.raises(UserError, match=f"port {port} is in use: PORT=8001 sh .*serve.sh"):
-            launch(tmp_path, served)
-
-
-def test_a_server_is_started_and_stopped(tmp_path, monkeypatch, capfd, request):
-    served = Served("vllm", "runs/mine", "eagle3-vllm", "eagle3", "some/target", 3, "")
-    (tmp_path / "serve.sh").write_text('exec "$VLLM"\n')
-    monkeypatch.setenv("VLLM", "no-such-program")
-    with pytest.raises(UserError, match=r"status 127 before it answered.*name its program in VLLM"):
-        launch(tmp_path, served)
-    monkeypatch.setenv("VLLM", program(tmp_path, ANSWERS))
-    monkeypatch.setenv("PORT", "18463")
-    address = "http://127.0.0.1:18463"
-
-    def interrupt() -> None:
-        while "drafthead audit" not in (tmp_path / "out").read_text():
-            sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    # Shells let what they start in the background ignore it.
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
-    (tmp_path / "out").touch()
-    with (tmp_path / "out").open("w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            launch(tmp_path, served)
-    told = (tmp_path / "out").read_text()
-    assert f"curl {address}/v1/chat/completions" in told and '"model": "target"' in told
-    assert not is_ready(address)

@@ -11,10 +11,11 @@ from typer import Typer
 from typer.testing import CliRunner, Result
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import template_values
 from drafthead.infer import Decoder
 from drafthead.scripts.data import distill
 from drafthead.scripts.data.distill import system_text
-from drafthead.scripts.options import template_values, with_groups
+from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import read_conversations
 
 Run = Callable[..., Result]

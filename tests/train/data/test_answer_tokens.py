@@ -18,7 +18,8 @@ from drafthead.train.data.supervision import join_turns, supervised_sequences
 from drafthead.train.data.training_rows import DataConfig, load_packed
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings
+from drafthead.train.distillation.distilled_file import DistilledFile
+from drafthead.train.settings import DistillSettings
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def distilled(decoder: Decoder, folder: Path, rows: int = 40, turns: int = 1) ->
     """Answers at temperature 1: mostly bytes that are no text, and special tokens."""
     messages = [{"role": "user", "content": f"{turn}"} for turn in range(turns)]
     prompts = [Conversation(f"{i}", messages, f"prompts.jsonl:{i + 1}") for i in range(rows)]
-    settings = DistillSettings("target", "prompts.jsonl", 24, temperature=1.0)
+    settings = DistillSettings("target", "prompts.jsonl", max_new_tokens=24, temperature=1.0)
     with DistilledFile(folder / "answers.jsonl", settings) as file:
         distill(DecoderSource(decoder), prompts, file)
     return folder / "answers.jsonl"

@@ -24,8 +24,8 @@ from drafthead.train.data.conversations import Conversation, read_conversations,
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.supervision import supervise
 from drafthead.train.distillation.dialogue import question_of, user_turns
-from drafthead.train.distillation.distilled_file import DistillSettings
 from drafthead.train.jobs.outputs import manifest_path
+from drafthead.train.settings import DistillSettings
 
 pytestmark = pytest.mark.usefixtures("one_batch_in_a_window")
 
@@ -197,11 +197,14 @@ def test_changed_prompts_are_not_taken_as_answered(output: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "settings"),
     [
-        ("target", DistillSettings("other", "prompts.jsonl", 20)),
-        ("max_new_tokens", DistillSettings("fake", "prompts.jsonl", 21)),
-        ("temperature", DistillSettings("fake", "prompts.jsonl", 20, temperature=1.0)),
-        ("seed", DistillSettings("fake", "prompts.jsonl", 20, seed=3)),
-        ("batch_size", DistillSettings("fake", "prompts.jsonl", 20, batch_size=7)),
+        ("target", replace(SETTINGS, target="other")),
+        ("max_new_tokens", replace(SETTINGS, max_new_tokens=21)),
+        (
+            "temperature",
+            DistillSettings("fake", "prompts.jsonl", max_new_tokens=20, temperature=1.0),
+        ),
+        ("seed", replace(SETTINGS, seed=3)),
+        ("batch_size", replace(SETTINGS, batch_size=7)),
     ],
 )
 def test_other_settings_are_refused_by_name(
@@ -318,7 +321,9 @@ def test_sampled_answers_are_the_same_in_other_batches(
     tiny_target: Path, output: Path, tmp_path: Path
 ) -> None:
     decoder = Decoder.from_pretrained(tiny_target, dtype="float32", device="cpu")
-    settings = DistillSettings(str(tiny_target), "prompts.jsonl", 12, temperature=1.0, seed=5)
+    settings = DistillSettings(
+        str(tiny_target), "prompts.jsonl", max_new_tokens=12, temperature=1.0, seed=5
+    )
     distilled(decoder, asked(5), output, replace(settings, batch_size=5))
     distilled(decoder, asked(5), tmp_path / "single.jsonl", replace(settings, batch_size=1))
     assert rows_by_id(output) == rows_by_id(tmp_path / "single.jsonl")

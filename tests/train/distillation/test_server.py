@@ -26,8 +26,9 @@ from drafthead.train.distillation.connection import (
     stored_end_ids,
     stored_penalty,
 )
-from drafthead.train.distillation.distilled_file import DistilledFile, DistillSettings
+from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.distillation.server import ServerSource
+from drafthead.train.settings import DistillSettings
 
 SETTINGS = DistillSettings("served", "prompts.jsonl", max_new_tokens=24, batch_size=3)
 

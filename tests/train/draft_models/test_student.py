@@ -182,7 +182,7 @@ def test_a_run_can_begin_with_a_draft_model(configure):
     [
         ({"layers": [0, 4]}, r"head.layers is \[0, 4\], but the target has layers 0 to 3"),
         ({"num_layers": 3, "layers": [0, 1]}, r"num_layers is 3, but layers names \(0, 1\)"),
-        ({"num_layers": -1}, "must not be negative"),
+        ({"num_layers": -1}, "head.num_layers must be at least 0, got -1"),
         ({"num_layers": 99}, "head.num_layers is 99, but the target has 4"),
         ({"loss": "none"}, "loss must be one of"),
         ({"draft_vocab_size": 1000}, "head.draft_vocab_size is 1000, but the target has"),

@@ -16,7 +16,8 @@ from drafthead.train.data.conversations import read_conversations
 from drafthead.train.jobs.outputs import manifest_path
 from drafthead.train.prompts import invention
 from drafthead.train.prompts.invention import InventReport, TooFewMessagesError, invent
-from drafthead.train.prompts.message_source import InventSettings, Message, MessageSource
+from drafthead.train.prompts.message_source import Message, MessageSource
+from drafthead.train.settings import InventSettings
 
 
 def written(path: Path, number: int, source: FakeSource | None = None) -> bytes:

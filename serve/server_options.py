@@ -1,0 +1,50 @@
+"""How a server serves; this file imports no server, so that the command line can list options."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from drafthead.core.settings import AtLeastOne, InShell, NotNegative, settings
+
+
+@settings(kw_only=True)
+class Serving:
+    """Who may ask, and what requests may cost."""
+
+    max_batch: Annotated[AtLeastOne, Field(description="Answers decoded at a time.")] = 16
+    max_queue: Annotated[
+        NotNegative, Field(description="Answers that may wait; more are refused (429).")
+    ] = 256
+    max_body: Annotated[AtLeastOne, Field(description="Most bytes of a request.")] = 4 << 20
+    max_kept: Annotated[
+        NotNegative, Field(description="Most MiB kept of answers, for prompts that go on.")
+    ] = 2048
+    max_length: Annotated[
+        int | None,
+        Field(description="Most tokens of prompt and answer; by default the target's context."),
+    ] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        InShell("--cors-origin"),
+        Field(description="Origin whose pages may ask this server, or *. Repeatable."),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        InShell("--allowed-host"),
+        Field(
+            description="Name with a dot under which clients know this machine, or *. Repeatable."
+        ),
+    ] = ()
+    prefix_cache: Annotated[
+        bool,
+        Field(description="Whether prompts go on from what was read for earlier answers."),
+    ] = True
+
+
+@settings
+class ServerOptions(Serving):
+    """How a server serves."""
+
+    model_name: str  # for clients
+    other_name: str | None = None  # of the model, which clients may send too
+    api_key: str | None = None  # that requests must bring
