@@ -13,7 +13,7 @@ INNER, SIZE = 96, 160
 
 @pytest.fixture(scope="module")
 def weights() -> torch.Tensor:
-    """Those of gate and up [2, SIZE, INNER]."""
+    """Weights of gate and up [2, SIZE, INNER]."""
     torch.manual_seed(0)
     return (torch.randn(2, SIZE, INNER) / INNER**0.5).bfloat16()
 

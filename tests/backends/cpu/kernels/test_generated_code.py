@@ -90,7 +90,7 @@ DIMS = {
 
 
 def arguments(rows: int) -> list[torch.Tensor]:
-    """Those of a step, alike at each call."""
+    """The arguments of a step, alike at each call."""
     torch.manual_seed(rows)
     nodes, seen = 4, 12 + rows
     shapes = [(rows, INNER), (rows, 70), (4, rows, INNER), (rows, nodes, HEADS, WIDTH)]
