@@ -244,6 +244,15 @@ class ColumnCache:
         count = len(self.keys)
         self.keys, self.values, self.stores = lease.stores[:count], lease.stores[count:], lease
 
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """All memory that committed positions take."""
+        return self.states
+
+    def cuttable(self, length: int) -> int:
+        """To how many positions, `length` at most, it can be cut."""
+        return min(length, self.longest)
+
     def cut(self, length: int) -> None:
         """Forget what was committed after the first `length` positions of each row."""
         assert self.lengths is not None

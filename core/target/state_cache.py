@@ -1,0 +1,337 @@
+"""A cache of columns and running states: layers with convolutions and recurrences keep the latter.
+
+A pass keeps the state after each of its nodes, and computes a node from that of its parent. So a
+state branches as a tree does, nothing is computed twice, and a commit goes on with the state after
+the last accepted node of each row::
+
+    place      0   1  2  3  4      of a state: 0 is what was committed
+    node           0  1  2  3
+    parent         0  1  1  2      of a root with two children and a grandchild
+
+Of a pass over a prompt only the state after its last token is kept.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from drafthead.core.host import to_host
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import ColumnCache, Mover, move_columns
+from drafthead.core.target.tree_cache import Place, TreeCache
+
+Slot = tuple[int, int]  # a layer, and which of its states
+States = dict[Slot, torch.Tensor]  # [B, ...]
+# Outputs [R, ...] and states [R, ...] after R nodes, from the states before them, their rows and
+# their numbers.
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class RunningStates(NamedTuple):
+    """What layers carry after the committed positions of each row."""
+
+    recurrent: States
+    windows: States  # [B, C, K] the last K inputs of convolutions
+
+    def rows(self, rows: torch.Tensor) -> "RunningStates":
+        """Those of chosen rows [R]."""
+        return RunningStates(*({slot: s[rows] for slot, s in part.items()} for part in self))
+
+    def joined(self, others: Sequence["RunningStates"], order: torch.Tensor) -> "RunningStates":
+        """Those of rows of these and others, which have the numbers after these, in an order [R]."""
+        found: list[States] = [
+            {slot: torch.cat([part[slot] for part in parts])[order] for slot in parts[0]}
+            for parts in zip(self, *others, strict=True)
+        ]
+        return RunningStates(*found)
+
+
+class StateCache(TreeCache):
+    """Columns of attention layers, and the states of all others."""
+
+    def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns) -> None:
+        super().__init__(memory, move)
+        self.numbers_of: dict[int, int] = {}  # which of `keys` belongs to a layer
+        self.running = RunningStates({}, {})
+        # Those before the last commit, after so many positions [B]: texts can be cut there.
+        self.before: tuple[torch.Tensor, RunningStates] | None = None
+        self.slot: Slot = (0, 0)  # that was asked for last
+        # Place of the parent of each node [B, pending + N]; None where a pass reads a prompt.
+        self.parents: torch.Tensor | None = None
+        self.levels: list[torch.Tensor] = []  # new nodes [B, W] by depth; a row may have one twice
+        self.is_chain = True  # whether each new node follows the one before it
+        self.after: States = {}  # [B, 1 + pending + N, ...] by place
+        self.columns_of: States = {}  # [B, C, K + pending + N] a window and the inputs after it
+        self.last: States = {}  # [B, ...] after all tokens of a pass over a prompt
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """All memory that committed positions take."""
+        kept = [self.running] if self.before is None else [self.running, self.before[1]]
+        return [*self.states, *(s for each in kept for part in each for s in part.values())]
+
+    # ---- what a pass is told, and what layers ask for -------------------------------------------
+
+    def mask(self, visible: torch.Tensor) -> torch.Tensor:
+        assert self.lengths is not None
+        kept, rows = self.pending, len(self.lengths)
+        known = None if self.parents is None else self.parents[:, :kept]
+        if not kept:
+            self._forget_pass()
+        parents = parents_of(visible)
+        places = torch.arange(kept, visible.shape[2], device=parents.device)
+        self.is_chain = bool((parents == places).all())
+        self.levels = levels_of(visible[:, :, kept:].sum(-1) - 1, rows)
+        parents = parents.expand(rows, -1)
+        self.parents = parents if known is None else torch.cat([known, parents], dim=1)
+        return super().mask(visible)
+
+    def later_mask(self, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        mask = super().later_mask(places, dtype)
+        if len(places) > 1:  # a single one is read as a node
+            self.parents = None
+        return mask
+
+    @property
+    def steps(self) -> bool:
+        """Whether a pass computes node by node; else it reads a prompt."""
+        return self.parents is not None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """That convolutions are to leave their inputs to the cache."""
+        return True
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Whether anything was committed."""
+        return bool(self.running.windows)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The last inputs [B, C, K] of a convolution; None before a prompt."""
+        self.slot = layer_idx, state_idx
+        return self.running.windows.get(self.slot)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A committed state [B, ...]; None before a prompt."""
+        self.slot = layer_idx, state_idx
+        return self.running.recurrent.get(self.slot)
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,  # [B, C, N]
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Take N new inputs of a convolution; returns them after all that may precede them."""
+        slot, window = (layer_idx, state_idx), self.running.windows.get((layer_idx, state_idx))
+        if window is None:
+            width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            self.columns_of[slot] = pad(conv_states, (width, 0))
+            return conv_states
+        known = self.columns_of.get(slot, window)[:, :, : window.shape[-1] + self.pending]
+        self.columns_of[slot] = torch.cat([known, conv_states], dim=-1)
+        return self.columns_of[slot]
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: torch.Tensor,  # [B, ...]
+        layer_idx: int,
+        state_idx: int = 0,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Take the state after a pass over a prompt; `follow` knows those after nodes."""
+        if not self.steps:
+            self.last[layer_idx, state_idx] = recurrent_states
+        return recurrent_states
+
+    def follow(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [B, N, ...] of the new nodes for the state that was asked for last, level by
+        level, and a state of them.
+        """
+        assert self.parents is not None
+        rows, total = self.parents.shape
+        numbers = torch.arange(rows, device=self.parents.device)[:, None]
+        table = self._table(total)
+        found: torch.Tensor | None = None
+        for nodes in self.levels:
+            places = self.parents.gather(1, self.pending + nodes)
+            of_rows = numbers.expand_as(nodes)
+            before = table[of_rows, places].flatten(0, 1)
+            outputs, states = step(before, of_rows.flatten(), nodes.flatten())
+            table[of_rows, 1 + self.pending + nodes] = states.view(*nodes.shape, *states.shape[1:])
+            if found is None:
+                found = outputs.new_empty(rows, total - self.pending, *outputs.shape[1:])
+            found[of_rows, nodes] = outputs.view(*nodes.shape, *outputs.shape[1:])
+        assert found is not None
+        return found, table[:, -1]
+
+    def _table(self, nodes: int) -> torch.Tensor:
+        """States by place [B, 1 + nodes, ...], of which those of new nodes are to come."""
+        known = self.after.get(self.slot)
+        if known is None:
+            known = self.running.recurrent[self.slot][:, None]
+        known = known[:, : 1 + self.pending]
+        table = known.new_empty(len(known), 1 + nodes, *known.shape[2:])
+        table[:, : known.shape[1]] = known
+        self.after[self.slot] = table
+        return table
+
+    def windows(self, columns: torch.Tensor, width: int) -> torch.Tensor:
+        """The last `width` inputs [B, C, N, width] of each new node's path, of columns as
+        `update_conv_state` returns them.
+        """
+        assert self.parents is not None
+        nodes = torch.arange(1 + self.pending, 1 + self.parents.shape[1], device=columns.device)
+        first = columns.shape[-1] - self.parents.shape[1]  # the column of the first node
+        path = self._columns(nodes.expand(len(columns), -1), first, width)
+        rows = torch.arange(len(columns), device=columns.device)[:, None, None]
+        return columns.transpose(1, 2)[rows, path].permute(0, 3, 1, 2)
+
+    def _columns(self, places: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        """The last `width` columns [B, R, width] of the paths to places [B, R]."""
+        parents = self.parents
+        assert parents is not None
+        found = [places + first - 1]
+        while len(found) < width:
+            above = parents.gather(1, (found[-1] - first).clamp_min(0).flatten(1))
+            is_node = found[-1] >= first
+            found.append(torch.where(is_node, above.view_as(places) + first - 1, found[-1] - 1))
+        return torch.stack(found[::-1], dim=-1)
+
+    # ---- what is committed ----------------------------------------------------------------------
+
+    def commit(self, path: torch.Tensor | None, lengths: torch.Tensor, longest: int) -> None:
+        assert self.lengths is not None
+        if self.columns_of or self.last or self.after:
+            count = lengths - self.lengths
+            places = count
+            if path is not None:
+                ends = path.gather(1, (count - 1).clamp_min(0)[:, None])[:, 0]
+                places = torch.where(count > 0, ends + 1, 0)
+            self._go_on_from(places)
+        super().commit(path, lengths, longest)
+
+    def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
+        layers = sorted(self.prompt_states)
+        self.numbers_of = {layer: number for number, layer in enumerate(layers)}
+        self.prompt_states = {n: self.prompt_states[layer] for layer, n in self.numbers_of.items()}
+        if not layers:  # one column takes the place of keys
+            nothing = torch.zeros(len(lengths), 1, longest, 1, device=lengths.device)
+            self.prompt_states[0] = nothing, nothing
+        super().commit_prompt(lengths, longest, room)
+        self._go_on_from(lengths)
+
+    def _go_on_from(self, places: torch.Tensor) -> None:
+        """Keep the states at a place [B] of each row."""
+        assert self.lengths is not None
+        if self.running.windows:
+            self.before = self.lengths, self.running
+        rows = torch.arange(len(places), device=places.device)
+        recurrent = {slot: table[rows, places] for slot, table in self.after.items()}
+        windows = {}
+        for slot, columns in self.columns_of.items():
+            known = self.running.windows.get(slot)
+            width = columns.shape[-1] - int(places.max()) if known is None else known.shape[-1]
+            if self.steps:
+                path = self._columns(places[:, None], width, width)[:, 0]
+                windows[slot] = columns.transpose(1, 2)[rows[:, None], path].transpose(1, 2)
+            else:
+                windows[slot] = columns[:, :, -width:].clone()
+        self.running = RunningStates(recurrent | self.last, windows)
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        # New dictionaries: a copy of this cache may go on from the old ones.
+        self.after, self.columns_of, self.last, self.parents = {}, {}, {}, None
+
+    def cuttable(self, length: int) -> int:
+        if self.longest <= length:
+            return self.longest
+        kept = 0 if self.before is None else int(self.before[0].max())
+        return kept if kept <= length else 0
+
+    def cut(self, length: int) -> None:
+        """As `ColumnCache.cut`, to a length that is `cuttable`."""
+        if length < self.longest:
+            assert self.before is not None and length == self.cuttable(length)
+            self.running = self.before[1]
+        self.before = None
+        super().cut(length)
+        self._forget_pass()
+
+    def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+        self.running = self.running.rows(rows)
+        if self.before is not None:
+            self.before = self.before[0][rows], self.before[1].rows(rows)
+        super().keep_rows(rows, longest)
+
+    def join_rows(
+        self, other: ColumnCache, order: Sequence[int], longest: int | None = None
+    ) -> None:
+        assert isinstance(other, StateCache)
+        places = torch.tensor(order, device=self.device)
+        self.running, self.before = self.running.joined([other.running], places), None
+        super().join_rows(other, order, longest)
+
+    def collect(
+        self, parts: Sequence[ColumnCache], places: Sequence[Sequence[int]], room: int
+    ) -> None:
+        super().collect(parts, places, room)
+        first, *others = [part for part in parts if isinstance(part, StateCache)]
+        order = torch.tensor([place for group in places for place in group]).argsort()
+        self.numbers_of, self.before = first.numbers_of, None
+        states = [each.running for each in others]
+        self.running = first.running.joined(states, order.to(self.device))
+
+    # ---- columns of the layers that have some -----------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Of the keys."""
+        return self.keys[0].device
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # [B, H, T, Dk]
+        value_states: torch.Tensor,  # [B, H, T, Dv]
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        number = self.numbers_of[layer_idx] if self.keys else layer_idx
+        return super().update(key_states, value_states, number)
+
+    def place(self, layer_idx: int, tokens: int) -> Place:
+        return super().place(self.numbers_of[layer_idx], tokens)
+
+
+def parents_of(visible: torch.Tensor) -> torch.Tensor:
+    """The places [B, N] of the parents of new nodes, of which pending and new nodes each new one
+    sees [B, N, pending + N]: a parent is the last that a node sees, itself left out.
+
+    Of a root with two children and a grandchild of the first they are 0 1 1 2.
+    """
+    count, total = visible.shape[1:]
+    places = torch.arange(1, total + 1, device=visible.device)
+    own = places[total - count :, None]
+    return (visible & (places < own)).long().mul(places).amax(-1)
+
+
+def levels_of(depths: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """The nodes [B, W] of each depth, of the depths [B or 1, N] of nodes among the new ones.
+
+    Where a row has fewer than another its node 0 fills up: to compute it twice changes nothing.
+    """
+    found = []
+    table = to_host(depths)
+    for depth in range(max(map(max, table)) + 1):
+        nodes = [[n for n, each in enumerate(row) if each == depth] for row in table]
+        width = max(map(len, nodes))
+        filled = [[*row, *[0] * (width - len(row))] for row in nodes]
+        found.append(torch.tensor(filled, device=depths.device).expand(rows, -1))
+    return found
