@@ -246,8 +246,8 @@ class RunningRows:
             first.reused, first.state = known, self.memory.state()
         if end is not None:
             first.past = method.read(BatchRun(beginning(run.request, end), self.device), past)
-            first.read = end - 1  # what is known of a position may depend on the token after it
-            first.past.cut(first.read)
+            first.past.cut(end - 1)  # what is known of a position may depend on the token after it
+            first.read = first.past.cuttable(end - 1)
             return [], False
         newcomers = ServedRows(method, run, tickets, past)
         run.reuse(first.reused)

@@ -23,7 +23,9 @@ from drafthead.core.target.hooks import in_this_thread
 
 # Names that transformers gives layers in a configuration's `layer_types`.
 STATE_MASKS = ("linear_attention", "conv")  # of layers that carry a state: which tokens are padding
-RECURRENT_LAYERS = {*STATE_MASKS, "hybrid", "hybrid_sliding"}
+# Of layers that do both, what they attend to.
+HYBRID_LAYERS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+RECURRENT_LAYERS = {*STATE_MASKS, *HYBRID_LAYERS}
 MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LAYERS_WITHOUT_ATTENTION = {"moe", "mlp", "sparse", "dense"}
 # Attention implementations that add any mask to the scores.
@@ -92,8 +94,7 @@ def layer_kinds(
         kind = "sliding" if window else "chunked" if chunk else "full"
         names = [f"{kind}_attention"]
     if with_states:  # layers that are hybrid in themselves attend as well
-        attending = ["full_attention" if name == "hybrid" else name for name in names]
-        names = [name for name in attending if name not in STATE_MASKS]
+        names = [HYBRID_LAYERS.get(name, name) for name in names if name not in STATE_MASKS]
     found = [name for name in dict.fromkeys(names) if name not in LAYERS_WITHOUT_ATTENTION]
     if recurrent := [name for name in found if name in RECURRENT_LAYERS]:
         raise UserError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.features import NO_FEATURES
@@ -20,6 +21,7 @@ from drafthead.core.target.state_cache import StateCache
 from drafthead.core.trees.tree import ancestor_mask
 
 STORES = {"update_conv_state", "update_recurrent_state"}  # by which a layer leaves a state
+FEW = 8  # tokens that are quicker read one by one
 Function = Callable[..., Any]
 
 
@@ -78,7 +80,8 @@ class StatefulLayer:
 
         def run(*inputs: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **options: Any) -> Any:
             if not self.cache.steps:
-                return plain(*inputs, g=g, beta=beta, **options)
+                is_short = inputs[0].shape[1] <= FEW
+                return (step if is_short else plain)(*inputs, g=g, beta=beta, **options)
 
             def after(state: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor) -> Any:
                 *own, gates, betas = (part[rows, nodes][:, None] for part in (*inputs, g, beta))
@@ -182,15 +185,21 @@ FUNCTIONS: dict[str, Callable[[StatefulLayer, str], Function]] = {
 }
 
 
-def names_in(module: nn.Module) -> set[str]:
-    """What the `forward` of a module looks up."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+def names_in(function: Any) -> set[str]:
+    """What a function looks up."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return set() if code is None else {*code.co_names}
+
+
+def stores_of(module: nn.Module) -> set[str]:
+    """By which names a module leaves states, in any of its methods."""
+    methods = [method for method in vars(type(module)).values() if inspect.isfunction(method)]
+    return STORES.intersection(*[set().union(*map(names_in, methods))])
 
 
 def known_functions(module: nn.Module) -> set[str]:
     """The functions of a layer with a state that it finds others for."""
-    return names_in(module) & set(FUNCTIONS)
+    return names_in(type(module).forward) & set(FUNCTIONS)
 
 
 class StatefulLayers:
@@ -217,10 +226,11 @@ def stateful_layers(model: nn.Module) -> StatefulLayers | None:
     Raises UserError for layers that compute states by functions that are not known, and for layers
     that are not in memory all the time.
     """
-    modules = [module for module in model.modules() if names_in(module) & STORES]
+    modules = [module for module in model.modules() if stores_of(module)]
     for module in modules:
-        needed = 1 + ("update_recurrent_state" in names_in(module))
-        if len(known_functions(module)) < 2 * needed:
+        stores = stores_of(module)
+        hidden = stores - names_in(type(module).forward)  # in another method
+        if hidden or len(known_functions(module)) < 2 * len(stores):
             raise UserError(
                 f"{type(model).__name__} is not supported as a target: {type(module).__name__} "
                 "computes a running state by functions that drafthead does not know"
@@ -234,17 +244,20 @@ def stateful_layers(model: nn.Module) -> StatefulLayers | None:
 
 
 def difference(target: Any) -> float:
-    """The share by which logits of a `Target` differ of a text that it reads at once, and after a
-    prompt in trees with wrong siblings, of which the right path is committed.
+    """The share by which logits of a `Target` differ of a text that transformers' own cache reads
+    token by token after a prompt, and in trees with wrong siblings, whose right path is committed.
     """
     ids = torch.arange(3, 11, device=target.device)[None] % target.vocab_size
     positions = torch.arange(8, device=target.device)[None]
-    expected = target.run(ids, positions, None, NO_FEATURES).logits[:, 3:]
-    cache = target.new_cache()
-    target.read(ids[:, :3], positions[:, :3], None, NO_FEATURES, cache)
-    cache.commit_prompt(positions[0, 3:4], 3, room=8)
+    own, cache = DynamicCache(config=target.config), target.new_cache()
+    expected = [
+        target.run(ids[:, part], positions[:, part], None, NO_FEATURES, own).logits
+        for part in (slice(2), *(slice(n, n + 1) for n in range(2, 8)))
+    ][1:]
+    target.read(ids[:, :2], positions[:, :2], None, NO_FEATURES, cache)
+    cache.commit_prompt(positions[0, 2:3], 2, room=8)
     found = []
-    for parents, right in (((-1, 0, 0, 2), (0, 2, 3)), ((-1, 0), (0, 1))):
+    for parents, right in (((-1, 0, 0, 2), (0, 2, 3)), ((-1,), (0,)), ((-1, 0), (0, 1))):
         visible = ancestor_mask(torch.tensor([parents], device=target.device))
         places = cache.longest + visible.sum(-1) - 1
         tokens = ids.gather(1, places)
@@ -254,4 +267,5 @@ def difference(target: Any) -> float:
         found.append(output.logits[:, right])
         end = cache.longest + len(right)
         cache.commit(path, torch.full_like(path[:, 0], end), end)
-    return float((torch.cat(found, 1) - expected).float().norm() / expected.float().norm())
+    read, known = (torch.cat(logits, dim=1).float() for logits in (found, expected))
+    return float((read - known).norm() / known.norm())

@@ -12,6 +12,7 @@ Of a pass over a prompt only the state after its last token is kept.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -249,6 +250,10 @@ class StateCache(TreeCache):
         # New dictionaries: a copy of this cache may go on from the old ones.
         self.after, self.columns_of, self.last, self.parents = {}, {}, {}, None
 
+    @property
+    def cuts_anywhere(self) -> bool:
+        return False
+
     def cuttable(self, length: int) -> int:
         if self.longest <= length:
             return self.longest
@@ -265,10 +270,21 @@ class StateCache(TreeCache):
         self._forget_pass()
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+        self._take_rows(rows)
+        super().keep_rows(rows, longest)
+
+    def repeat_rows(self, rows: Sequence[int], first: int, num_nodes: int) -> None:
+        self._take_rows(torch.tensor(rows, device=self.device))
+        super().repeat_rows(rows, first, num_nodes)
+
+    def _take_rows(self, rows: torch.Tensor) -> None:
+        """Go on with the states of rows [R], those after nodes too."""
         self.running = self.running.rows(rows)
         if self.before is not None:
             self.before = self.before[0][rows], self.before[1].rows(rows)
-        super().keep_rows(rows, longest)
+        self.after, self.columns_of = RunningStates(self.after, self.columns_of).rows(rows)
+        if self.parents is not None:
+            self.parents = self.parents[rows]
 
     def join_rows(
         self, other: ColumnCache, order: Sequence[int], longest: int | None = None
@@ -327,11 +343,15 @@ def levels_of(depths: torch.Tensor, rows: int) -> list[torch.Tensor]:
 
     Where a row has fewer than another its node 0 fills up: to compute it twice changes nothing.
     """
-    found = []
-    table = to_host(depths)
-    for depth in range(max(map(max, table)) + 1):
-        nodes = [[n for n, each in enumerate(row) if each == depth] for row in table]
-        width = max(map(len, nodes))
-        filled = [[*row, *[0] * (width - len(row))] for row in nodes]
-        found.append(torch.tensor(filled, device=depths.device).expand(rows, -1))
-    return found
+    groups: list[list[list[int]]] = [[] for _ in range(len(depths))]
+    for row, group in zip(to_host(depths), groups, strict=True):
+        group += [[] for _ in range(max(row) + 1)]
+        for node, depth in enumerate(row):
+            group[depth].append(node)
+    levels = list(zip_longest(*groups, fillvalue=()))
+    widths = [max(map(len, level)) for level in levels]
+    tables = [
+        [[*nodes, *[0] * (width - len(nodes))] for nodes in level]
+        for level, width in zip(levels, widths, strict=True)
+    ]
+    return [torch.tensor(table, device=depths.device).expand(rows, -1) for table in tables]

@@ -133,8 +133,8 @@ class Target:
 
     @torch.no_grad()
     def check_states(self) -> None:
-        """Raise UserError where a pass that goes on from kept states computes something else than
-        one that reads a text at once.
+        """Raise UserError where a tree that goes on from kept states is something else than what
+        the model reads token by token.
         """
         if self.stateful_layers is None:
             return
@@ -148,8 +148,8 @@ class Target:
             ) from error
         if not share < most:
             raise UserError(
-                f"{name} is not supported as a target: going on from its running state, a token's "
-                f"logits are others by {share:.1%} than in a pass over the whole text"
+                f"{name} is not supported as a target: going on from its running state, a tree's "
+                f"logits differ by {share:.1%} from those of single tokens"
             )
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,17 +231,26 @@ class Target:
                 f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
             )
 
+    def refuse_states(self, what: str) -> None:
+        """Raise UserError, naming what was wanted, when layers carry a running state."""
+        if self.stateful_layers is not None:
+            raise UserError(
+                f"{what} is not available for {type(self.model).__name__}: its layers carry a "
+                "running state"
+            )
+
     @cached_property
     def is_shared(self) -> bool:
         """Whether several processes hold parts of its weights, so that all run all passes."""
         return any(isinstance(weight, DTensor) for weight in self.model.parameters())
 
     def check_compilable(self) -> None:
-        """Raise UserError when layers are on other devices or on disk, in other processes, or of
-        bitsandbytes.
+        """Raise UserError when layers are on other devices or on disk, in other processes, of
+        bitsandbytes, or carry a running state.
         """
         if self.is_shared:
             raise UserError("compile is not for targets that several processes share")
+        self.refuse_states("compile")
         if len({weight.device for weight in self.model.parameters()}) > 1:
             raise UserError("compile is for targets whose layers are all on one device")
         if self.precision in BITSANDBYTES:

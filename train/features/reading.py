@@ -135,13 +135,39 @@ def read_features(
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
     device, precision = target.device, mixed_precision if casts else "no"
     with TiledAttention(device), computing_in(precision, device):
-        features = target.read(
-            tokens.input_ids,
-            positions_in_segments(tokens.segments),
-            segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
-            spec,
-        )
+        if target.stateful_layers is not None:
+            features = read_alone(target, tokens, spec)
+        else:
+            features = target.read(
+                tokens.input_ids,
+                positions_in_segments(tokens.segments),
+                segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
+                spec,
+            )
     return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+
+
+def read_alone(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> Features:
+    """The features [B, T, D] of packed rows, each segment a row of its own: no mask keeps running
+    states of segments apart.
+
+    Padding comes last in a row, and no token before it sees any.
+    """
+    rows, places = tokens.segments.nonzero(as_tuple=True)
+    positions = positions_in_segments(tokens.segments)[rows, places]
+    alone = (positions == 0).cumsum(0) - 1  # which segment of all
+    ids = tokens.input_ids.new_zeros(int(alone[-1]) + 1, int(positions.max()) + 1)
+    ids[alone, positions] = tokens.input_ids[rows, places]
+    found = target.read(
+        ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None, spec
+    )
+
+    def packed(states: torch.Tensor) -> torch.Tensor:
+        table = states.new_zeros(*tokens.segments.shape, states.shape[-1])
+        table[rows, places] = states[alone, positions]
+        return table
+
+    return found.map(packed)
 
 
 @dataclass(frozen=True)
