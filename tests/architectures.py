@@ -146,7 +146,8 @@ STATEFUL: dict[str, dict[str, object]] = {
     },
     "zamba2": {
         **FEW, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
-        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16, "adapter_rank": 4,
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16,
+        "adapter_rank": 4,
     },
     "jamba": {
         **THREE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 3,

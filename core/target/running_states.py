@@ -83,8 +83,8 @@ class StatefulLayer:
                 is_short = inputs[0].shape[1] <= FEW
                 return (step if is_short else plain)(*inputs, g=g, beta=beta, **options)
 
-            def after(state: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor) -> Any:
-                *own, gates, betas = (part[rows, nodes][:, None] for part in (*inputs, g, beta))
+            def after(state: torch.Tensor, *place: Any) -> Any:
+                *own, gates, betas = (part[place][:, None] for part in (*inputs, g, beta))
                 given = options | {"g": gates, "beta": betas, "initial_state": state}
                 found, state = step(*own, **given)
                 return found[:, 0], state
@@ -98,7 +98,8 @@ class StatefulLayer:
         plain = self.model_functions[name]
 
         def run(_: torch.Tensor, *inputs: Any, **options: Any) -> torch.Tensor:
-            def after(state: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor) -> Any:
+            def after(state: torch.Tensor, *_: Any) -> Any:
+                state = state.clone()
                 return plain(state, *inputs, **options), state
 
             return self.cache.follow(after)[0][:, 0]
@@ -123,7 +124,8 @@ class StatefulLayer:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             parts = [part.transpose(1, 2) for part in (hidden, dt, B, C, z)]
 
-            def after(state: torch.Tensor, *place: torch.Tensor) -> Any:
+            def after(state: torch.Tensor, *place: Any) -> Any:
+                state = state.clone()
                 x, t, b, c, gate = (part[place] for part in parts)
                 bias = {"dt_bias": delta_bias, "dt_softplus": delta_softplus}
                 return step(state, x, t, A, b, c, D, z=gate, **bias), state
@@ -131,11 +133,10 @@ class StatefulLayer:
             if self.cache.steps:
                 found, state = self.cache.follow(after)
                 return found.transpose(1, 2), state
-            state = self.cache.running.recurrent[self.cache.slot].clone()
-            rows = torch.arange(len(hidden), device=hidden.device)
-            outputs = [
-                after(state, rows, torch.full_like(rows, n))[0] for n in range(hidden.shape[2])
-            ]
+            state, outputs = self.cache.running.recurrent[self.cache.slot], []
+            for node in range(hidden.shape[2]):
+                output, state = after(state, slice(None), node)
+                outputs.append(output)
             return torch.stack(outputs, dim=-1), state
 
         return run
@@ -159,7 +160,8 @@ class StatefulLayer:
             wide = {name: options[name][:, None].expand(-1, size) for name in names}
             rates = A[:, None, None].expand(-1, size, B.shape[-1])
 
-            def after(state: torch.Tensor, *place: torch.Tensor) -> Any:
+            def after(state: torch.Tensor, *place: Any) -> Any:
+                state = state.clone()
                 times = dt[place][..., None].expand(-1, -1, size)
                 given = hidden[place], times, rates, B[place], C[place]
                 return step(state, *given, dt_softplus=options["dt_softplus"], **wide), state

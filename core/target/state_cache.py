@@ -13,7 +13,7 @@ Of a pass over a prompt only the state after its last token is kept.
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -25,9 +25,9 @@ from drafthead.core.target.tree_cache import Place, TreeCache
 
 Slot = tuple[int, int]  # a layer, and which of its states
 States = dict[Slot, torch.Tensor]  # [B, ...]
-# Outputs [R, ...] and states [R, ...] after R nodes, from the states before them, their rows and
-# their numbers.
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Outputs [R, ...] and states [R, ...] after R nodes, from the states before them, which it leaves
+# as they are, and from where the nodes are in a table [B, N, ...]: rows and numbers.
+Step = Callable[[torch.Tensor, Any, Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 class RunningStates(NamedTuple):
@@ -41,7 +41,7 @@ class RunningStates(NamedTuple):
         return RunningStates(*({slot: s[rows] for slot, s in part.items()} for part in self))
 
     def joined(self, others: Sequence["RunningStates"], order: torch.Tensor) -> "RunningStates":
-        """Those of rows of these and others, which have the numbers after these, in an order [R]."""
+        """Those of rows of these and of others, which are numbered after these, in an order [R]."""
         found: list[States] = [
             {slot: torch.cat([part[slot] for part in parts])[order] for slot in parts[0]}
             for parts in zip(self, *others, strict=True)
@@ -61,9 +61,9 @@ class StateCache(TreeCache):
         self.slot: Slot = (0, 0)  # that was asked for last
         # Place of the parent of each node [B, pending + N]; None where a pass reads a prompt.
         self.parents: torch.Tensor | None = None
+        self.is_chain = True  # whether each new node follows the one before it; else
         self.levels: list[torch.Tensor] = []  # new nodes [B, W] by depth; a row may have one twice
-        self.is_chain = True  # whether each new node follows the one before it
-        self.after: States = {}  # [B, 1 + pending + N, ...] by place
+        self.after: dict[Slot, list[torch.Tensor]] = {}  # of each place [B, ...]
         self.columns_of: States = {}  # [B, C, K + pending + N] a window and the inputs after it
         self.last: States = {}  # [B, ...] after all tokens of a pass over a prompt
 
@@ -84,7 +84,9 @@ class StateCache(TreeCache):
         parents = parents_of(visible)
         places = torch.arange(kept, visible.shape[2], device=parents.device)
         self.is_chain = bool((parents == places).all())
-        self.levels = levels_of(visible[:, :, kept:].sum(-1) - 1, rows)
+        self.levels = []
+        if not self.is_chain:
+            self.levels = levels_of(visible[:, :, kept:].sum(-1) - 1, rows)
         parents = parents.expand(rows, -1)
         self.parents = parents if known is None else torch.cat([known, parents], dim=1)
         return super().mask(visible)
@@ -155,32 +157,37 @@ class StateCache(TreeCache):
         level, and a state of them.
         """
         assert self.parents is not None
-        rows, total = self.parents.shape
-        numbers = torch.arange(rows, device=self.parents.device)[:, None]
-        table = self._table(total)
+        states = self.after.get(self.slot, [self.running.recurrent[self.slot]])
+        states = states[: 1 + self.pending]
+        count = self.parents.shape[1] - self.pending
+        if self.is_chain:
+            outputs = []
+            for node in range(count):
+                output, state = step(states[-1], slice(None), node)
+                outputs.append(output)
+                states.append(state)
+            self.after[self.slot] = states
+            return torch.stack(outputs, dim=1), states[-1]
+        table = torch.stack([*states, *states[:1] * count], dim=1)  # [B, 1 + pending + N, ...]
+        found = self._by_levels(step, table, count)
+        self.after[self.slot] = list(table.unbind(1))
+        return found, table[:, -1]
+
+    def _by_levels(self, step: Step, table: torch.Tensor, count: int) -> torch.Tensor:
+        """Outputs [B, N, ...] of the new nodes, whose states fill up the table."""
+        assert self.parents is not None
+        rows = torch.arange(len(table), device=table.device)[:, None]
         found: torch.Tensor | None = None
         for nodes in self.levels:
-            places = self.parents.gather(1, self.pending + nodes)
-            of_rows = numbers.expand_as(nodes)
+            of_rows, places = rows.expand_as(nodes), self.parents.gather(1, self.pending + nodes)
             before = table[of_rows, places].flatten(0, 1)
             outputs, states = step(before, of_rows.flatten(), nodes.flatten())
             table[of_rows, 1 + self.pending + nodes] = states.view(*nodes.shape, *states.shape[1:])
             if found is None:
-                found = outputs.new_empty(rows, total - self.pending, *outputs.shape[1:])
+                found = outputs.new_empty(len(table), count, *outputs.shape[1:])
             found[of_rows, nodes] = outputs.view(*nodes.shape, *outputs.shape[1:])
         assert found is not None
-        return found, table[:, -1]
-
-    def _table(self, nodes: int) -> torch.Tensor:
-        """States by place [B, 1 + nodes, ...], of which those of new nodes are to come."""
-        known = self.after.get(self.slot)
-        if known is None:
-            known = self.running.recurrent[self.slot][:, None]
-        known = known[:, : 1 + self.pending]
-        table = known.new_empty(len(known), 1 + nodes, *known.shape[2:])
-        table[:, : known.shape[1]] = known
-        self.after[self.slot] = table
-        return table
+        return found
 
     def windows(self, columns: torch.Tensor, width: int) -> torch.Tensor:
         """The last `width` inputs [B, C, N, width] of each new node's path, of columns as
@@ -232,17 +239,23 @@ class StateCache(TreeCache):
         assert self.lengths is not None
         if self.running.windows:
             self.before = self.lengths, self.running
+        numbers = to_host(places)
+        alike = len({*numbers}) == 1
         rows = torch.arange(len(places), device=places.device)
-        recurrent = {slot: table[rows, places] for slot, table in self.after.items()}
+        recurrent = {
+            slot: states[numbers[0]].clone() if alike else torch.stack(states, dim=1)[rows, places]
+            for slot, states in self.after.items()
+        }
         windows = {}
         for slot, columns in self.columns_of.items():
             known = self.running.windows.get(slot)
-            width = columns.shape[-1] - int(places.max()) if known is None else known.shape[-1]
-            if self.steps:
+            width = columns.shape[-1] - numbers[0] if known is None else known.shape[-1]
+            if not self.steps or (alike and self.is_chain):
+                end = width + numbers[0]
+                windows[slot] = columns[:, :, end - width : end].clone()
+            else:
                 path = self._columns(places[:, None], width, width)[:, 0]
                 windows[slot] = columns.transpose(1, 2)[rows[:, None], path].transpose(1, 2)
-            else:
-                windows[slot] = columns[:, :, -width:].clone()
         self.running = RunningStates(recurrent | self.last, windows)
         self._forget_pass()
 
@@ -282,7 +295,8 @@ class StateCache(TreeCache):
         self.running = self.running.rows(rows)
         if self.before is not None:
             self.before = self.before[0][rows], self.before[1].rows(rows)
-        self.after, self.columns_of = RunningStates(self.after, self.columns_of).rows(rows)
+        self.columns_of = {slot: columns[rows] for slot, columns in self.columns_of.items()}
+        self.after = {slot: [s[rows] for s in states] for slot, states in self.after.items()}
         if self.parents is not None:
             self.parents = self.parents[rows]
 
@@ -304,7 +318,7 @@ class StateCache(TreeCache):
         states = [each.running for each in others]
         self.running = first.running.joined(states, order.to(self.device))
 
-    # ---- columns of the layers that have some -----------------------------------------------------
+    # ---- columns of the layers that have some ---------------------------------------------------
 
     @property
     def device(self) -> torch.device:

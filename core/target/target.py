@@ -37,8 +37,8 @@ from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Place, Taps, evaluating
 from drafthead.core.target.logit_finish import Finish, found_finish, sample_ids
 from drafthead.core.target.masks import (
-    AlibiByPosition,
     STATE_MASKS,
+    AlibiByPosition,
     LayerMasks,
     check_forward,
     layer_kinds,
@@ -49,7 +49,6 @@ from drafthead.core.target.running_states import difference, stateful_layers
 from drafthead.core.target.state_cache import StateCache
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.target.weight_types import BITSANDBYTES, INT7, quantisation_of
-
 
 # Share by which logits may differ, in types of so many bytes.
 MOST_DIFFERENT = {2: 0.1, 4: 1e-3, 8: 1e-3}

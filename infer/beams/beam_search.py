@@ -17,7 +17,6 @@ import torch
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.column_cache import ColumnCache
 from drafthead.core.sampling import NO_TOKEN
 from drafthead.core.target.features import Features
 from drafthead.core.trees.recipe import Proposal
