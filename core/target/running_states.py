@@ -28,6 +28,8 @@ Function = Callable[..., Any]
 class StatefulLayer:
     """The `forward` of a layer that carries a state, in passes that follow a `StateCache`."""
 
+    is_of_a_pass = True  # `weight_state` asks
+
     def __init__(self, module: nn.Module):
         self.module, self.plain = module, type(module).forward
         code = inspect.unwrap(self.plain)
@@ -51,25 +53,30 @@ class StatefulLayer:
     def convolution(self, _name: str) -> Function:
         """`causal_conv1d_fn`, with the inputs on each node's path."""
         plain = self.model_functions["causal_conv1d_fn"]
+        step = self.model_functions["causal_conv1d_update"]
 
         def run(columns: torch.Tensor, weight: torch.Tensor, *others: Any, **options: Any) -> Any:
-            if not self.cache.steps or self.cache.is_chain:
+            cache, width = self.cache, weight.shape[-1]
+            if not cache.steps:
                 return plain(columns, weight, *others, **options)
-            windows = self.cache.windows(columns, weight.shape[-1])  # [B, C, N, K]
-            batch, channels, nodes, width = windows.shape
-            flat = windows.transpose(1, 2).reshape(batch * nodes, channels, width)
-            found = plain(flat, weight, *others, **options)[:, :, -1]
+            if cache.is_chain:
+                known, new = columns.tensor_split([-cache.new_nodes], dim=-1)
+                return step(new, known[:, :, 1 - width :].clone(), weight, *others, **options)
+            windows = cache.windows(columns, width)  # [B, C, N, K]
+            batch, channels, nodes, _ = windows.shape
+            known, new = windows.transpose(1, 2).flatten(0, 1).tensor_split([-1], dim=-1)
+            found = step(new, known.contiguous(), weight, *others, **options)
             return found.view(batch, nodes, channels).transpose(1, 2)
 
         return run
 
     def convolution_of_one(self, name: str) -> Function:
         """`causal_conv1d_update`, which leaves its input to the cache."""
-        plain = self.convolution(name)
+        run_columns = self.convolution(name)
 
         def run(inputs: torch.Tensor, _: torch.Tensor, *others: Any, **options: Any) -> Any:
             columns = self.cache.update_conv_state(inputs, *self.cache.slot)
-            return plain(columns, *others, **options)[:, :, -1:]
+            return run_columns(columns, *others, **options)
 
         return run
 
@@ -237,7 +244,7 @@ def stateful_layers(model: nn.Module) -> StatefulLayers | None:
                 f"{type(model).__name__} is not supported as a target: {type(module).__name__} "
                 "computes a running state by functions that drafthead does not know"
             )
-        if "forward" in module.__dict__:
+        if not hasattr(module.__dict__.get("forward", StatefulLayer), "is_of_a_pass"):
             raise UserError(
                 f"{type(model).__name__} is not supported as a target where its layers are on "
                 "several devices or on disk: they carry a running state"

@@ -102,6 +102,12 @@ class StateCache(TreeCache):
         """Whether a pass computes node by node; else it reads a prompt."""
         return self.parents is not None
 
+    @property
+    def new_nodes(self) -> int:
+        """Number N of nodes of a pass."""
+        assert self.parents is not None
+        return self.parents.shape[1] - self.pending
+
     def is_recording_past(self, layer_idx: int) -> bool:
         """That convolutions are to leave their inputs to the cache."""
         return True
@@ -159,7 +165,7 @@ class StateCache(TreeCache):
         assert self.parents is not None
         states = self.after.get(self.slot, [self.running.recurrent[self.slot]])
         states = states[: 1 + self.pending]
-        count = self.parents.shape[1] - self.pending
+        count = self.new_nodes
         if self.is_chain:
             outputs = []
             for node in range(count):

@@ -35,7 +35,7 @@ from drafthead.core.target.architecture import (
 from drafthead.core.target.context import Context
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Place, Taps, evaluating
-from drafthead.core.target.logit_finish import Finish, found_finish, sample_ids
+from drafthead.core.target.logit_finish import Finish, found_finish, has_numbers, sample_ids
 from drafthead.core.target.masks import (
     STATE_MASKS,
     AlibiByPosition,
@@ -135,7 +135,7 @@ class Target:
         """Raise UserError where a tree that goes on from kept states is something else than what
         the model reads token by token.
         """
-        if self.stateful_layers is None:
+        if self.stateful_layers is None or not has_numbers(self.model.get_input_embeddings().weight):
             return
         name, most = type(self.model).__name__, MOST_DIFFERENT[self.dtype.itemsize]
         try:

@@ -1,5 +1,8 @@
 """Targets with a running state: trees on all of them, or a clear refusal."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from architectures import STATEFUL, tiny_model
@@ -116,6 +119,13 @@ def test_what_states_do_not_go_with_is_refused_by_name() -> None:
             Decoder.from_pretrained(target, draft=draft)
     with pytest.raises(UserError, match="compile is not available for Lfm2ForCausalLM: its layers"):
         Decoder.from_pretrained(target, compile=True)
+
+
+def test_the_docs_name_all_that_work() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "architectures.md").read_text()
+    table = page[page.index("| `model_type` | state |") : page.index("Each of them answers as")]
+    first = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(STATEFUL)
 
 
 def test_the_model_is_as_it_was_after_a_pass() -> None:
