@@ -176,7 +176,7 @@ class StateCache(TreeCache):
             return torch.stack(outputs, dim=1), states[-1]
         table = torch.stack([*states, *states[:1] * count], dim=1)  # [B, 1 + pending + N, ...]
         found = self._by_levels(step, table, count)
-        self.after[self.slot] = list(table.unbind(1))
+        self.after[self.slot] = [table[:, place].clone() for place in range(table.shape[1])]
         return found, table[:, -1]
 
     def _by_levels(self, step: Step, table: torch.Tensor, count: int) -> torch.Tensor:
@@ -249,7 +249,7 @@ class StateCache(TreeCache):
         alike = len({*numbers}) == 1
         rows = torch.arange(len(places), device=places.device)
         recurrent = {
-            slot: states[numbers[0]].clone() if alike else torch.stack(states, dim=1)[rows, places]
+            slot: states[numbers[0]] if alike else torch.stack(states, dim=1)[rows, places]
             for slot, states in self.after.items()
         }
         windows = {}

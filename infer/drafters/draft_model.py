@@ -12,11 +12,14 @@ import torch
 from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
+from drafthead.core.kv_cache.column_cache import READ_CHUNK
 from drafthead.core.target.features import NO_FEATURES, Features
 from drafthead.core.target.target import Target
 from drafthead.heads.families.late_reader import Unread
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
 from drafthead.infer.engine.prefill import prefill
+
+MOST_STATES = 64  # tokens of a pass where layers carry a running state
 
 
 def same_tokenizer(target: Target, draft: Target) -> bool:
@@ -146,7 +149,9 @@ class DraftModelSession(LevelSession):
         committed = self.unread.take()
         if committed is not None:
             self.roots = committed.ends.roots
-            for part in committed.chunks():
+            # A state is kept for each token of a pass.
+            size = READ_CHUNK if self.model.stateful_layers is None else MOST_STATES
+            for part in committed.chunks(size):
                 self.logits = self._read(part if self.model.memory is None else part.padded())
 
     def _read(self, committed: Committed) -> torch.Tensor:

@@ -31,6 +31,7 @@ from drafthead.core.target.target import Target
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.objectives.batch import HeadBatch
+from drafthead.infer.engine.prefill import rows_of_passes
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
 
@@ -151,23 +152,30 @@ def read_alone(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> Feature
     """The features [B, T, D] of packed rows, each segment a row of its own: no mask keeps running
     states of segments apart.
 
-    Padding comes last in a row, and no token before it sees any.
+    Those of similar length are read together. Padding comes last, where no token before it looks.
     """
     rows, places = tokens.segments.nonzero(as_tuple=True)
     positions = positions_in_segments(tokens.segments)[rows, places]
-    alone = (positions == 0).cumsum(0) - 1  # which segment of all
-    ids = tokens.input_ids.new_zeros(int(alone[-1]) + 1, int(positions.max()) + 1)
-    ids[alone, positions] = tokens.input_ids[rows, places]
-    found = target.read(
-        ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None, spec
-    )
-
-    def packed(states: torch.Tensor) -> torch.Tensor:
-        table = states.new_zeros(*tokens.segments.shape, states.shape[-1])
-        table[rows, places] = states[alone, positions]
-        return table
-
-    return found.map(packed)
+    segments = (positions == 0).cumsum(0) - 1  # of each token, counted over all rows
+    lengths = segments.bincount()
+    tables: list[torch.Tensor] | None = None
+    for group in rows_of_passes(lengths, alone=False):
+        numbers = torch.tensor(group, device=rows.device)
+        new = torch.full_like(lengths, -1)
+        new[numbers] = torch.arange(len(group), device=rows.device)
+        here = new[segments] >= 0  # tokens that this pass reads
+        at, there = (new[segments][here], positions[here]), (rows[here], places[here])
+        ids = tokens.input_ids.new_zeros(len(group), int(lengths[numbers].max()))
+        ids[at] = tokens.input_ids[there]
+        steps = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        found = target.read(ids, steps, None, spec)
+        states = [*found.taps, *([] if found.last is None else [found.last])]
+        shape = tokens.segments.shape
+        tables = tables or [each.new_zeros(*shape, each.shape[-1]) for each in states]
+        for table, each in zip(tables, states, strict=True):
+            table[there] = each[at]
+    assert tables is not None
+    return Features(tables.pop() if spec.last else None, tuple(tables))
 
 
 @dataclass(frozen=True)
