@@ -122,6 +122,8 @@ MAMBA2 = {
     **THREE, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+# Prompts are read with time steps of at least this, and single tokens with any, in `generate` too.
+ALIKE_STEPS = {"time_step_min": 1e-9}
 MAMBA = {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64}
 STATEFUL: dict[str, dict[str, object]] = {
     "lfm2": CONVOLUTIONS,
@@ -142,12 +144,12 @@ STATEFUL: dict[str, dict[str, object]] = {
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
     "nemotron_h": {
         **FEW, "num_hidden_layers": 4, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8,
-        "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16,
+        "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16, **ALIKE_STEPS,
     },
     "zamba2": {
         **FEW, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
         "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16,
-        "adapter_rank": 4,
+        "adapter_rank": 4, **ALIKE_STEPS,
     },
     "jamba": {
         **THREE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 3,

@@ -30,10 +30,8 @@ def named_layers(choice: str, fitting: Fitting) -> Drafter:
 def chosen_layers(choice: str, target: Target) -> tuple[int, ...]:
     """The layers of a list such as ``0-7,20-29``.
 
-    Raises UserError for what is no list, for layers that are no part of the target, and for a
-    target whose layers carry a running state.
+    Raises UserError for what is no list, and for layers that are no part of the target.
     """
-    target.refuse_states(f"layers:{choice}")
     if not LIST.fullmatch(choice):
         raise UserError(f"layers:{choice} is no list of layers, such as layers:0-7,20-29")
     layers: list[int] = []

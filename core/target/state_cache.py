@@ -176,7 +176,7 @@ class StateCache(TreeCache):
             return torch.stack(outputs, dim=1), states[-1]
         table = torch.stack([*states, *states[:1] * count], dim=1)  # [B, 1 + pending + N, ...]
         found = self._by_levels(step, table, count)
-        self.after[self.slot] = [table[:, place].clone() for place in range(table.shape[1])]
+        self.after[self.slot] = list(table.unbind(1))
         return found, table[:, -1]
 
     def _by_levels(self, step: Step, table: torch.Tensor, count: int) -> torch.Tensor:
@@ -248,10 +248,14 @@ class StateCache(TreeCache):
         numbers = to_host(places)
         alike = len({*numbers}) == 1
         rows = torch.arange(len(places), device=places.device)
-        recurrent = {
-            slot: states[numbers[0]] if alike else torch.stack(states, dim=1)[rows, places]
-            for slot, states in self.after.items()
-        }
+
+        def kept(states: list[torch.Tensor]) -> torch.Tensor:
+            if not alike:
+                return torch.stack(states, dim=1)[rows, places]
+            # A view would keep the states after all nodes of a tree in memory.
+            return states[numbers[0]] if self.is_chain else states[numbers[0]].clone()
+
+        recurrent = {slot: kept(states) for slot, states in self.after.items()}
         windows = {}
         for slot, columns in self.columns_of.items():
             known = self.running.windows.get(slot)

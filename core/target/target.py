@@ -135,7 +135,9 @@ class Target:
         """Raise UserError where a tree that goes on from kept states is something else than what
         the model reads token by token.
         """
-        if self.stateful_layers is None or not has_numbers(self.model.get_input_embeddings().weight):
+        if self.stateful_layers is None or not has_numbers(
+            self.model.get_input_embeddings().weight
+        ):
             return
         name, most = type(self.model).__name__, MOST_DIFFERENT[self.dtype.itemsize]
         try:

@@ -106,7 +106,6 @@ REFUSED = {
     "recurrent_gemma": ({}, "linear_attention layers.*running state where drafthead cannot keep"),
     "minimax": ({}, "linear_attention layers.*running state where drafthead cannot keep"),
     "zaya": ({}, "ZayaCCAProjection computes a running state by functions that drafthead does not"),
-    "qwen4_exp_text": ({}, "running state by functions that drafthead does not know"),
     "rwkv": ({}, "keeps no key-value cache"),
     "xlm": ({}, "no decoder layers"),
     "deepseek_v32": ({}, "indexed_attention layers.*no tree mask"),

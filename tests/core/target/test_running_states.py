@@ -15,10 +15,12 @@ from drafthead.core.target.running_states import FUNCTIONS
 from drafthead.core.target.state_cache import StateCache, levels_of, parents_of
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import ancestor_mask
+from drafthead.heads.layers.own_layer import mtp_layer_of
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.prefill import LAST_READ
+from drafthead.train.draft_models.student import DraftModelConfig, Student
 
 NEW = 16
 # One of each kind of state: convolution, delta rules, Mamba 1 and 2, with attention and without.
@@ -114,9 +116,15 @@ def test_a_state_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_states_do_not_go_with_is_refused_by_name() -> None:
     target = made("lfm2")
-    for draft, words in (("layers:0-1", "layers:0-1 is not available for Lfm2ForCausalLM"),):
-        with pytest.raises(UserError, match=words):
-            Decoder.from_pretrained(target, draft=draft)
+    with pytest.raises(UserError, match="some of its layers is not available for Lfm2ForCausalLM"):
+        Decoder.from_pretrained(target, draft="layers:0-1")
+    with pytest.raises(
+        UserError, match="cut out of the target is not available for Lfm2ForCausalL"
+    ):
+        Student.sized(DraftModelConfig(), target)
+    pure = made("mamba")
+    with pytest.raises(UserError, match="mamba has no MTP layer: none of its layers attends"):
+        mtp_layer_of(pure.config)
     with pytest.raises(UserError, match="compile is not available for Lfm2ForCausalLM: its layers"):
         Decoder.from_pretrained(target, compile=True)
 
