@@ -144,7 +144,8 @@ STATEFUL: dict[str, dict[str, object]] = {
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
     "nemotron_h": {
         **FEW, "num_hidden_layers": 4, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8,
-        "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16, **ALIKE_STEPS,
+        "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16,
+        **ALIKE_STEPS,
     },
     "zamba2": {
         **FEW, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,

@@ -173,7 +173,10 @@ def test_a_layer_learns_and_goes_back_into_the_files(model, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
 def test_layers_of_hybrid_models_are_read_and_draft_for_them(name, tmp_path) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    experts = {
+        **EXPERTS, "num_experts": 4, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
     sizes = {**SIZES, **HEAD, "num_hidden_layers": 4, **(experts if name == "qwen3_next" else {})}
     config = AutoConfig.for_model(name, **sizes, mtp_num_hidden_layers=2)
     head = MtpHead(MtpConfig(hidden_size=HIDDEN, vocab_size=VOCAB, layer=mtp_layer_of(config)))
