@@ -531,5 +531,6 @@ class Target:
             return None, AlibiByPosition(self.layers.children(), mask)
         masks = masks_by_kind(mask, self.layer_kinds)
         if isinstance(masks, dict) and self.stateful_layers is not None:
-            masks |= dict.fromkeys(STATE_MASKS)  # nothing is padding
+            of_all: dict[str, Any] = {**masks, **dict.fromkeys(STATE_MASKS)}  # nothing is padding
+            return of_all, nullcontext()
         return masks, nullcontext()
