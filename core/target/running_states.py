@@ -230,7 +230,7 @@ class StatefulLayers:
 
 
 def stateful_layers(model: nn.Module) -> StatefulLayers | None:
-    """Those of a model; None where none carries a state.
+    """The layers of a model that carry a state; None where no layer does.
 
     Raises UserError for layers that compute states by functions that are not known, and for layers
     that are not in memory all the time.

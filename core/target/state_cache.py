@@ -37,11 +37,11 @@ class RunningStates(NamedTuple):
     windows: States  # [B, C, K] the last K inputs of convolutions
 
     def rows(self, rows: torch.Tensor) -> "RunningStates":
-        """Those of chosen rows [R]."""
+        """The states of chosen rows [R]."""
         return RunningStates(*({slot: s[rows] for slot, s in part.items()} for part in self))
 
     def joined(self, others: Sequence["RunningStates"], order: torch.Tensor) -> "RunningStates":
-        """Those of rows of these and of others, which are numbered after these, in an order [R]."""
+        """The states of rows of these and of others, numbered after these, in an order [R]."""
         found: list[States] = [
             {slot: torch.cat([part[slot] for part in parts])[order] for slot in parts[0]}
             for parts in zip(self, *others, strict=True)
