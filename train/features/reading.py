@@ -152,7 +152,7 @@ def read_alone(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> Feature
     """The features [B, T, D] of packed rows, each segment a row of its own: no mask keeps running
     states of segments apart.
 
-    Segments of similar length are read together. Padding comes last, where no token before it looks.
+    Segments of similar length are read together. Padding comes last, where no token looks.
     """
     rows, places = tokens.segments.nonzero(as_tuple=True)
     positions = positions_in_segments(tokens.segments)[rows, places]

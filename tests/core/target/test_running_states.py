@@ -1,7 +1,9 @@
 """Targets with a running state: trees on all of them, or a clear refusal."""
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,12 @@ NEW = 16
 KINDS = ("lfm2", "qwen3_next", "kimi_linear", "jamba", "zamba2", "mamba2")
 
 
+def first_stage(names: Iterable[str], first: Sequence[str]) -> list[Any]:
+    """Names as parameters, of which all but the first ones wait for the second stage."""
+    marks = pytest.mark.thorough
+    return [name if name in first else pytest.param(name, marks=marks) for name in names]
+
+
 def made(name: str) -> Target:
     """A small random target."""
     return Target(tiny_model(name, STATEFUL[name]))
@@ -38,12 +46,12 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,)).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", first_stage(STATEFUL, KINDS))
 def test_greedy_answers_equal_those_of_transformers(name: str) -> None:
     check_every_right_token_is_accepted(made(name), prompts_of(3, 17, 9), NEW)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
 def test_prompts_in_chunks_are_answered_as_those_that_are_read_at_once(name: str) -> None:
     target = made(name)
     prompts = prompts_of(30, 1, 14)
@@ -55,7 +63,7 @@ def test_prompts_in_chunks_are_answered_as_those_that_are_read_at_once(name: str
         assert result.sequences == answers, chunk
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
 def test_what_a_prompt_begins_with_is_read_once(name: str) -> None:
     target = made(name)
     [start, *ends] = prompts_of(20, 5, 7)
@@ -69,7 +77,7 @@ def test_what_a_prompt_begins_with_is_read_once(name: str) -> None:
     assert decoder.generate(other, max_new_tokens=NEW).stats.reused == 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
 def test_beams_carry_the_states_of_those_that_they_descend_from(name: str) -> None:
     target = made(name)
     prompts = prompts_of(6, 11)
@@ -79,7 +87,7 @@ def test_beams_carry_the_states_of_those_that_they_descend_from(name: str) -> No
     assert result.sequences == expected
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
 def test_a_draft_model_may_carry_a_state_as_well(name: str) -> None:
     target = made("lfm2")
     prompts = prompts_of(6, 11, 8)
