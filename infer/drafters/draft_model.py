@@ -12,7 +12,6 @@ import torch
 from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.column_cache import READ_CHUNK
 from drafthead.core.target.features import NO_FEATURES, Features
 from drafthead.core.target.target import Target
 from drafthead.heads.families.late_reader import Unread
@@ -149,9 +148,9 @@ class DraftModelSession(LevelSession):
         committed = self.unread.take()
         if committed is not None:
             self.roots = committed.ends.roots
-            # A state is kept for each token of a pass.
-            size = READ_CHUNK if self.model.stateful_layers is None else MOST_STATES
-            for part in committed.chunks(size):
+            # Where layers carry a running state, one is kept for each token of a pass.
+            is_plain = self.model.stateful_layers is None
+            for part in committed.chunks() if is_plain else committed.chunks(MOST_STATES):
                 self.logits = self._read(part if self.model.memory is None else part.padded())
 
     def _read(self, committed: Committed) -> torch.Tensor:
