@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -227,6 +228,14 @@ def prepared_beams(config: GenerationConfig) -> BeamOptions | None:
     )
 
 
+def holds_tokens(cache: Cache) -> bool:
+    """Whether a cache of transformers has read anything; one without attention counts no tokens."""
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:
+        return cache.has_previous_state()
+
+
 def prompts_of(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[list[int]]:
     """The rows of input_ids [B, T] without their padding.
 
@@ -235,7 +244,7 @@ def prompts_of(input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[list[
     if others := other_inputs(inputs, PREPARED_INPUTS):
         raise UserError(f"{others[0]} is not supported with custom_generate: leave it out")
     cache = inputs.get(CACHE_INPUT)
-    if cache is not None and cache.get_seq_length() > 0:
+    if cache is not None and holds_tokens(cache):
         raise UserError(f"tokens in {CACHE_INPUT} are not supported with custom_generate")
     mask = inputs.get("attention_mask")
     positions = inputs.get("position_ids")

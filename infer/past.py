@@ -33,12 +33,20 @@ class Past(Known):
         the token after it, and the pass over a prompt needs at least one token.
         """
         common = min(common_prefix(self.tokens, prompt) for prompt in prompts)
-        return max(0, min(common - 1, self.cache.longest))
+        return self.cuttable(max(0, common - 1))
+
+    def cuttable(self, length: int) -> int:
+        """To how many positions, `length` at most, it can be cut."""
+        of_drafter = [cache for cache in self.caches if cache is not self.cache]
+        if not all(cache.cuts_anywhere for cache in of_drafter):
+            return 0  # those of a draft model with running states, which has read other tokens
+        return self.cache.cuttable(length)
 
     def cut(self, length: int) -> None:
-        """Forget all after the first `length` positions."""
-        self.cache.cut(length)
-        self.session.cut(length)
+        """Forget all after the first `length` positions, or after as many as it can be cut to."""
+        if length := self.cuttable(length):
+            self.cache.cut(length)
+            self.session.cut(length)
 
     @property
     def caches(self) -> list[ColumnCache]:
@@ -49,7 +57,7 @@ class Past(Known):
     @property
     def bytes(self) -> int:
         """What the tensors take."""
-        states = [each for cache in self.caches for each in cache.states]
+        states = [each for cache in self.caches for each in cache.held]
         parts = (*leaves([self.cache, self.session]), *states)
         return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 

@@ -246,9 +246,12 @@ class RunningRows:
             first.reused, first.state = known, self.memory.state()
         if end is not None:
             first.past = method.read(BatchRun(beginning(run.request, end), self.device), past)
-            first.read = end - 1  # what is known of a position may depend on the token after it
-            first.past.cut(first.read)
-            return [], False
+            # What is known of a position may depend on the token after it.
+            first.read = first.past.cuttable(end - 1)
+            if first.read:
+                first.past.cut(first.read)
+                return [], False
+            first.past, first.reused, past = None, 0, None  # no part can be kept: read all at once
         newcomers = ServedRows(method, run, tickets, past)
         run.reuse(first.reused)
         if self.memory.most_kept:

@@ -110,6 +110,59 @@ OTHERS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
+# Those of which layers carry a running state: convolutions, gated delta rules, Mamba 1 and 2.
+THREE = {**FEW, "num_hidden_layers": 3}
+DELTA = {
+    **THREE, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+BETWEEN = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+CONVOLUTIONS = {**THREE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv"]}
+MAMBA2 = {
+    **THREE, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+# Prompts are read with time steps of at least this, and single tokens with any, in `generate` too.
+ALIKE_STEPS = {"time_step_min": 1e-9}
+MAMBA = {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64}
+STATEFUL: dict[str, dict[str, object]] = {
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": {**CONVOLUTIONS, "num_dense_layers": 1},
+    "lfm3": CONVOLUTIONS,
+    "qwen3_next": {**DELTA, **BETWEEN},
+    "qwen3_5_text": {**DELTA, **BETWEEN},
+    "qwen3_5_moe_text": {**DELTA, **BETWEEN},
+    "olmo_hybrid": {**DELTA, **BETWEEN},
+    "lara_mini": {
+        **DELTA, **SLIDING,
+        "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
+    },
+    "kimi_linear": {**DELTA, **LATENT, **BETWEEN},
+    "bailing_hybrid": {**DELTA, **LATENT, **BETWEEN},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention", "mamba"]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
+    "nemotron_h": {
+        **FEW, "num_hidden_layers": 4, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16,
+        **ALIKE_STEPS,
+    },
+    "zamba2": {
+        **FEW, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16,
+        "adapter_rank": 4, **ALIKE_STEPS,
+    },
+    "jamba": {
+        **THREE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 3,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+    },
+    "mamba": MAMBA,
+    "falcon_mamba": MAMBA,
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
+}  # fmt: skip
+OTHERS |= STATEFUL
+
+
 def tiny_model(name: str, options: dict[str, object]) -> PreTrainedModel:
     """A float32 model whose greedy text is varied: large weights, output head of its own."""
     torch.manual_seed(0)

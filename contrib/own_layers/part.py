@@ -30,10 +30,11 @@ def part_of(target: Target, layers: Sequence[int]) -> Target:
 
     It has no weights of its own. Its layers keep their numbers in a cache: passes of the part and
     of the target share a cache, and each layer reads what it has written itself. Raises UserError
-    for layers that the target lacks, or that cannot run without the others, and for encoder-decoder
-    models.
+    for layers that the target lacks, or that cannot run without the others, for encoder-decoder
+    models, and for layers that carry a running state.
     """
     target.refuse_encoder("drafting with some of its layers")
+    target.refuse_states("drafting with some of its layers")
     refuse_other_layers(target, layers)
     try:  # it reads some tokens
         part = Target(with_layers(target.model, layers), target.tokenizer)

@@ -244,6 +244,37 @@ class ColumnCache:
         count = len(self.keys)
         self.keys, self.values, self.stores = lease.stores[:count], lease.stores[count:], lease
 
+    def repeat_rows(self, rows: Sequence[int], first: int, num_nodes: int) -> None:
+        """Row r goes on as a copy of row ``rows[r]``, in place.
+
+        Both have the same in the columns before `first`, which are left alone. The `num_nodes`
+        nodes of the last pass are copied too, so that `commit` can follow. Rows 0 0 2 copy row 0
+        over row 1.
+        """
+        assert self.lengths is not None
+        moved = [(row, place) for place, row in enumerate(rows) if row != place]
+        if not moved:
+            return
+        sources, places = torch.tensor(moved, device=self.lengths.device).T
+        end = self.longest + self.pending + num_nodes
+        for states in self.states:
+            states[places, :, first:end] = states[sources, :, first:end]
+        self.lengths = self.lengths[torch.tensor(rows, device=self.lengths.device)]
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """All memory that committed positions take."""
+        return self.states
+
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether it can be cut to any length."""
+        return True
+
+    def cuttable(self, length: int) -> int:
+        """To how many positions, `length` at most, it can be cut."""
+        return min(length, self.longest)
+
     def cut(self, length: int) -> None:
         """Forget what was committed after the first `length` positions of each row."""
         assert self.lengths is not None

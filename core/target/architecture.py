@@ -17,6 +17,7 @@ LAYER_NAMES = ("layers", "h", "blocks", "block")
 NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
     *("layer_norm", "layernorm"),
+    "embedding_norm",  # LFM2, where it is the last one all the same
 )
 # How a `forward` calls the argument for keys and values: `cache` from transformers 5.24 on. The old
 # name first: code from elsewhere still has it, and what takes both has something else in the other.

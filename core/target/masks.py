@@ -22,7 +22,10 @@ from drafthead.core.target.architecture import cache_argument
 from drafthead.core.target.hooks import in_this_thread
 
 # Names that transformers gives layers in a configuration's `layer_types`.
-RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+STATE_MASKS = ("linear_attention", "conv")  # of layers that carry a state: which tokens are padding
+# Of layers that do both, what they attend to.
+HYBRID_LAYERS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+RECURRENT_LAYERS = {*STATE_MASKS, *HYBRID_LAYERS}
 MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 LAYERS_WITHOUT_ATTENTION = {"moe", "mlp", "sparse", "dense"}
 # Attention implementations that add any mask to the scores.
@@ -76,10 +79,13 @@ class LayerKind:
         return mask & ~self.hides(mask.cumsum(-1) - 1)
 
 
-def layer_kinds(config: PretrainedConfig, model_name: str) -> tuple[LayerKind, ...]:
-    """The kinds of attention layers that a model has, each once.
+def layer_kinds(
+    config: PretrainedConfig, model_name: str, with_states: bool = False
+) -> tuple[LayerKind, ...]:
+    """The kinds of attention layers that a model has, each once; none where all carry a state.
 
-    Raises UserError, naming the model, for layers in which a token tree cannot branch.
+    Raises UserError, naming the model, for layers in which a token tree cannot branch; those that
+    carry a running state are among them unless the target keeps it `with_states`.
     """
     window = getattr(config, "sliding_window", None) or None
     chunk = getattr(config, "attention_chunk_size", None) or None
@@ -87,11 +93,13 @@ def layer_kinds(config: PretrainedConfig, model_name: str) -> tuple[LayerKind, .
     if names is None:  # as transformers' own caches read such a configuration
         kind = "sliding" if window else "chunked" if chunk else "full"
         names = [f"{kind}_attention"]
+    if with_states:  # layers that are hybrid in themselves attend as well
+        names = [HYBRID_LAYERS.get(name, name) for name in names if name not in STATE_MASKS]
     found = [name for name in dict.fromkeys(names) if name not in LAYERS_WITHOUT_ATTENTION]
     if recurrent := [name for name in found if name in RECURRENT_LAYERS]:
         raise UserError(
-            f"{model_name} has {' and '.join(recurrent)} layers, which carry a running state that "
-            "cannot branch into a token tree: this target is not supported"
+            f"{model_name} has {' and '.join(recurrent)} layers, which carry a running state where "
+            "drafthead cannot keep it: this target is not supported"
         )
     if other := [name for name in found if name not in MASKED_LAYERS]:
         raise UserError(
@@ -110,7 +118,10 @@ def uses_alibi(config: PretrainedConfig) -> bool:
 
 
 def check_forward(
-    model: PreTrainedModel, decoder: PreTrainedModel, config: PretrainedConfig
+    model: PreTrainedModel,
+    decoder: PreTrainedModel,
+    config: PretrainedConfig,
+    has_attention: bool = True,
 ) -> None:
     """Raise UserError with the reason for a model that cannot run a pass over a token tree."""
     takes = inspect.signature(type(decoder).forward).parameters
@@ -124,7 +135,7 @@ def check_forward(
             cache_argument(type(each).forward) for each in (model, decoder)
         ),
         "it counts positions by itself, and the nodes of a token tree share some": (
-            "position_ids" not in takes and not alibi
+            "position_ids" not in takes and not alibi and has_attention
         ),
         "its local layers count their window in columns of the cache, not in positions": (
             "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo
@@ -160,6 +171,8 @@ def masks_by_kind(
     kinds: tuple[LayerKind, ...],
 ) -> LayerMasks:
     """The mask in the form that a model with these layers takes: one, or one for each kind."""
+    if not kinds:
+        return None
     # Nothing to compute while the whole sequence is within reach of every layer.
     if mask.shape[-1] <= min(kind.reach for kind in kinds):
         return mask

@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.backend import EAGER, Backend, TreeKernels, compiled_target, packed_target
 from drafthead.core.dims import Spec
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.target.architecture import (
     LAYER_NAMES,
@@ -35,8 +35,9 @@ from drafthead.core.target.architecture import (
 from drafthead.core.target.context import Context
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Place, Taps, evaluating
-from drafthead.core.target.logit_finish import Finish, found_finish, sample_ids
+from drafthead.core.target.logit_finish import Finish, found_finish, has_numbers, sample_ids
 from drafthead.core.target.masks import (
+    STATE_MASKS,
     AlibiByPosition,
     LayerMasks,
     check_forward,
@@ -44,8 +45,13 @@ from drafthead.core.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
+from drafthead.core.target.running_states import difference, stateful_layers
+from drafthead.core.target.state_cache import StateCache
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.target.weight_types import BITSANDBYTES, INT7, quantisation_of
+
+# Share by which logits may differ, in types of so many bytes.
+MOST_DIFFERENT = {2: 0.1, 4: 1e-3, 8: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,10 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
         self.context = Context.of(self.config)
+        self.stateful_layers = stateful_layers(model)
         # They decide which masks a pass needs.
-        self.layer_kinds = layer_kinds(self.config, type(model).__name__)
+        with_states = self.stateful_layers is not None
+        self.layer_kinds = layer_kinds(self.config, type(model).__name__, with_states)
         decoder = find_decoder(model)
         self.check_decoder(decoder)
         self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
@@ -103,10 +111,11 @@ class Target:
         self.cache_name = cache_argument(type(model).forward)
         self.functions: dict[Hashable, Any] = {}  # that run its passes, by what they were made for
         self.finish = self.find_finish()
+        self.check_states()
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         """Raise UserError with the reason when the decoder cannot run a token tree."""
-        check_forward(self.model, decoder, self.config)
+        check_forward(self.model, decoder, self.config, bool(self.layer_kinds))
 
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
         """Where the last hidden state is; raises UserError when the final norm is not found."""
@@ -120,6 +129,29 @@ class Target:
         """
         self.finish = Finish()  # of `project`, until it is found
         return found_finish(self.model, self.config, self.sample_pass, self.project)
+
+    @torch.no_grad()
+    def check_states(self) -> None:
+        """Raise UserError where a tree that goes on from kept states is something else than what
+        the model reads token by token.
+        """
+        if self.stateful_layers is None or not has_numbers(
+            self.model.get_input_embeddings().weight
+        ):
+            return
+        name, most = type(self.model).__name__, MOST_DIFFERENT[self.dtype.itemsize]
+        try:
+            share = difference(self)
+        except Exception as error:  # whatever the code of a model raises that is given these
+            raise UserError(
+                f"{name} is not supported as a target: it cannot go on from a running state "
+                f"({first_line(error)})"
+            ) from error
+        if not share < most:
+            raise UserError(
+                f"{name} is not supported as a target: going on from its running state, a tree's "
+                f"logits differ by {share:.1%} from those of single tokens"
+            )
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden states [1, T, D] and the model's own logits [1, T, V] of some tokens."""
@@ -200,17 +232,26 @@ class Target:
                 f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
             )
 
+    def refuse_states(self, what: str) -> None:
+        """Raise UserError, naming what was wanted, when layers carry a running state."""
+        if self.stateful_layers is not None:
+            raise UserError(
+                f"{what} is not available for {type(self.model).__name__}: its layers carry a "
+                "running state"
+            )
+
     @cached_property
     def is_shared(self) -> bool:
         """Whether several processes hold parts of its weights, so that all run all passes."""
         return any(isinstance(weight, DTensor) for weight in self.model.parameters())
 
     def check_compilable(self) -> None:
-        """Raise UserError when layers are on other devices or on disk, in other processes, or of
-        bitsandbytes.
+        """Raise UserError when layers are on other devices or on disk, in other processes, of
+        bitsandbytes, or carry a running state.
         """
         if self.is_shared:
             raise UserError("compile is not for targets that several processes share")
+        self.refuse_states("compile")
         if len({weight.device for weight in self.model.parameters()}) > 1:
             raise UserError("compile is for targets whose layers are all on one device")
         if self.precision in BITSANDBYTES:
@@ -248,12 +289,14 @@ class Target:
 
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
-        return TreeCache()
+        return TreeCache() if self.stateful_layers is None else StateCache()
 
     @property
     def reads_rows_alone(self) -> bool:
-        """Whether each prompt of a batch is to be read in passes of its own."""
-        return False
+        """Whether each prompt of a batch is to be read in passes of its own: padding would go into
+        running states.
+        """
+        return self.stateful_layers is not None
 
     @property
     def same_bits(self) -> bool:
@@ -268,7 +311,7 @@ class Target:
 
         So the first pass over a prompt is like all others.
         """
-        if self.reads_rows_alone:
+        if self.reads_rows_alone and self.stateful_layers is None:
             cache.collect([self.one_token], [[0]], columns)
             cache.cut(0)
 
@@ -412,7 +455,7 @@ class Target:
         if self.skips_logits:
             options["logits_to_keep"] = logits_to_keep
         masks, alibi = self._layer_masks(attention_mask)
-        with alibi:
+        with alibi, self.stateful_layers or nullcontext():
             output = self.called(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -478,7 +521,7 @@ class Target:
         """What `read` takes as the mask of a prompt's positions `places` [T], which follow those in
         the cache; makes room for them.
         """
-        return cache.additive_mask((places[:, None] >= places)[None], self.dtype)
+        return cache.later_mask(places, self.dtype)
 
     def _layer_masks(self, mask: LayerMasks) -> tuple[LayerMasks, AbstractContextManager[object]]:
         """The model's `attention_mask`, and a context that must be active while it runs."""
@@ -486,4 +529,8 @@ class Target:
             return mask, nullcontext()  # the model's own, or for the tree kernel
         if self.has_alibi:
             return None, AlibiByPosition(self.layers.children(), mask)
-        return masks_by_kind(mask, self.layer_kinds), nullcontext()
+        masks = masks_by_kind(mask, self.layer_kinds)
+        if isinstance(masks, dict) and self.stateful_layers is not None:
+            of_all: dict[str, Any] = {**masks, **dict.fromkeys(STATE_MASKS)}  # nothing is padding
+            return of_all, nullcontext()
+        return masks, nullcontext()

@@ -134,3 +134,7 @@ class TreeCache(ColumnCache, Cache):
         """`mask` [B, 1, N, S] of visible [B or 1, N, pending + N], added to attention scores."""
         assert self.lengths is not None
         return additive(self.mask(visible), dtype).expand(len(self.lengths), -1, -1, -1)
+
+    def later_mask(self, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`additive_mask` of a pass over a prompt's positions `places` [T] after what is here."""
+        return self.additive_mask((places[:, None] >= places)[None], dtype)

@@ -44,7 +44,11 @@ def weight_state(weight: torch.Tensor) -> tuple[Any, ...]:
 
 def switches(part: nn.Module) -> list[Any]:
     """Which module it is, its hooks, values of its plain attributes and which the others are."""
-    own = [value for name, value in vars(part).items() if name not in COMMON]
+    own = [
+        value
+        for name, value in vars(part).items()
+        if name not in COMMON and not (name == "forward" and hasattr(value, "is_of_a_pass"))
+    ]
     return [WeakIdRef(part), *map(value_or_identity, [*own, *users_hooks(part)])]
 
 

@@ -56,9 +56,11 @@ def mtp_layer_of(config: PretrainedConfig) -> dict[str, Any]:
     """The configuration, as JSON holds it, of a model of one layer: that of a model's MTP layer.
 
     What the model's own configuration does not say of that layer is as in its last one, but that
-    it attends to all positions.
+    it attends to all positions. Raises UserError for a model without layers that attend.
     """
     kept = deepcopy(config)
+    if not layer_kinds(config, config.model_type, with_states=True):
+        raise UserError(f"{config.model_type} has no MTP layer: none of its layers attends")
     kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
     keep_layers(kept, [config.num_hidden_layers - 1])
     if getattr(kept, "layer_types", None):

@@ -17,7 +17,6 @@ import torch
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, at_last
 from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.column_cache import ColumnCache
 from drafthead.core.sampling import NO_TOKEN
 from drafthead.core.target.features import Features
 from drafthead.core.trees.recipe import Proposal
@@ -229,7 +228,7 @@ class BeamStepper(Stepper):
         if len(order) == len(self.lengths):  # all prompts go on
             prompts = self.run.request.prompts
             common = min(len(prompts[each.number]) for each in self.searches)
-            copy_rows(self.cache, order, common, num_nodes)
+            self.cache.repeat_rows(order, common, num_nodes)
         else:
             # The nodes of the pass are still where the longest row of all ends.
             self.cache.keep_rows(rows, self.cache.longest)
@@ -250,23 +249,6 @@ class BeamStepper(Stepper):
     def ancestors(self) -> list[int]:
         """The row that each beam descends from; beams never leave their prompt."""
         return [place.row for each in self.searches for place in each.places]
-
-
-def copy_rows(cache: ColumnCache, rows: Sequence[int], first: int, num_nodes: int) -> None:
-    """Row r of a cache goes on as a copy of row ``rows[r]``, in place.
-
-    Both have the same in the columns before `first`, which are left alone. The `num_nodes` nodes of
-    the last pass are copied too, so that `commit` can follow. Rows 0 0 2 copy row 0 over row 1.
-    """
-    assert cache.lengths is not None
-    moved = [(row, place) for place, row in enumerate(rows) if row != place]
-    if not moved:
-        return
-    sources, places = torch.tensor(moved, device=cache.lengths.device).T
-    end = cache.longest + cache.pending + num_nodes
-    for states in cache.states:
-        states[places, :, first:end] = states[sources, :, first:end]
-    cache.lengths = cache.lengths[torch.tensor(rows, device=cache.lengths.device)]
 
 
 def answers_of(run: BatchRun, found: Sequence[Beams]) -> list[BeamAnswer]:

@@ -18,6 +18,8 @@ from drafthead.heads.families.late_reader import Unread
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
 from drafthead.infer.engine.prefill import prefill
 
+MOST_STATES = 64  # tokens of a pass where layers carry a running state
+
 
 def same_tokenizer(target: Target, draft: Target) -> bool:
     """Whether two models give their tokens the same ids; without tokenizers they are taken to."""
@@ -146,7 +148,9 @@ class DraftModelSession(LevelSession):
         committed = self.unread.take()
         if committed is not None:
             self.roots = committed.ends.roots
-            for part in committed.chunks():
+            # Where layers carry a running state, one is kept for each token of a pass.
+            is_plain = self.model.stateful_layers is None
+            for part in committed.chunks() if is_plain else committed.chunks(MOST_STATES):
                 self.logits = self._read(part if self.model.memory is None else part.padded())
 
     def _read(self, committed: Committed) -> torch.Tensor:

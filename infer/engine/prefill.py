@@ -1,6 +1,7 @@
 """The passes over prompts: rows of similar length together, in chunks that need little memory."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad
@@ -19,6 +20,9 @@ GPU_POSITIONS = 8192
 # 0.87 ms each, in one row or in many. Elsewhere all prompts are read in one pass: a GPU is far from
 # busy with one.
 PASS_COST = {"cpu": 50}
+# Tokens of the last pass over a prompt of which running states are kept, and the fewest of any
+# pass: over one alone some models (Zamba 2) step, which rounds otherwise than reading.
+LAST_READ = 2
 
 
 def prefill(
@@ -111,8 +115,7 @@ def read_rows(
         target.begin(cache, longest + room)
     parts: list[Features] = []
     hidden: torch.Tensor | None = None
-    for start in range(cache.longest, longest, chunk):
-        end = min(start + chunk, longest)
+    for start, end in pairwise(ends_of_passes(cache.longest, longest, chunk, target)):
         part = read_chunk(target, ids, start, end, tapped, cache, room)
         assert part.last is not None
         places = (lengths - 1 - start).clamp(0, end - start - 1)
@@ -124,6 +127,20 @@ def read_rows(
     cache.commit(None, lengths, longest)
     assert hidden is not None
     return concatenated(parts, dim=1), hidden
+
+
+def ends_of_passes(first: int, longest: int, chunk: int, target: Target) -> list[int]:
+    """Where passes over a prompt begin and end: 0 2 4 5 for 5 tokens in chunks of 2.
+
+    A running state is kept where a pass ends. What goes on with this prompt may differ in its last
+    token, whose position is read again, so one pass ends before that: 0 2 3 5.
+    """
+    if target.stateful_layers is None:
+        return [*range(first, longest, chunk), longest]
+    stop, size = longest - LAST_READ, max(LAST_READ, chunk)
+    if stop < first + (LAST_READ if first else 1):
+        return [first, longest]
+    return [first, *range(first + size, stop - 1, size), stop, longest]
 
 
 def read_chunk(

@@ -76,8 +76,10 @@ class Student(DraftVocabulary, DraftHead):
     def sized(cls, config: Any, target: Target) -> Any:
         """`config` with layers, sizes and architecture filled in from the target.
 
-        Raises UserError for layers that the target lacks, more of them, or more draft tokens.
+        Raises UserError for layers that the target lacks, more of them, or more draft tokens, and
+        for a target whose layers carry a running state, which no mask of packed rows resets.
         """
+        target.refuse_states("a draft model cut out of the target")
         if config.draft_vocab_size > target.vocab_size:
             raise UserError(
                 f"head.draft_vocab_size is {config.draft_vocab_size}, but the target has "

@@ -31,6 +31,7 @@ from drafthead.core.target.target import Target
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.objectives.batch import HeadBatch
+from drafthead.infer.engine.prefill import rows_of_passes
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
 
@@ -135,13 +136,46 @@ def read_features(
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
     device, precision = target.device, mixed_precision if casts else "no"
     with TiledAttention(device), computing_in(precision, device):
-        features = target.read(
-            tokens.input_ids,
-            positions_in_segments(tokens.segments),
-            segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
-            spec,
-        )
+        if target.stateful_layers is not None:
+            features = read_alone(target, tokens, spec)
+        else:
+            features = target.read(
+                tokens.input_ids,
+                positions_in_segments(tokens.segments),
+                segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
+                spec,
+            )
     return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+
+
+def read_alone(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> Features:
+    """The features [B, T, D] of packed rows, each segment a row of its own: no mask keeps running
+    states of segments apart.
+
+    Segments of similar length are read together. Padding comes last, where no token looks.
+    """
+    rows, places = tokens.segments.nonzero(as_tuple=True)
+    positions = positions_in_segments(tokens.segments)[rows, places]
+    segments = (positions == 0).cumsum(0) - 1  # of each token, counted over all rows
+    lengths = segments.bincount()
+    tables: list[torch.Tensor] | None = None
+    for group in rows_of_passes(lengths, alone=False):
+        numbers = torch.tensor(group, device=rows.device)
+        new = torch.full_like(lengths, -1)
+        new[numbers] = torch.arange(len(group), device=rows.device)
+        here = new[segments] >= 0  # tokens that this pass reads
+        at, there = (new[segments][here], positions[here]), (rows[here], places[here])
+        ids = tokens.input_ids.new_zeros(len(group), int(lengths[numbers].max()))
+        ids[at] = tokens.input_ids[there]
+        steps = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        found = target.read(ids, steps, None, spec)
+        states = [*found.taps, *([] if found.last is None else [found.last])]
+        shape = tokens.segments.shape
+        tables = tables or [each.new_zeros(*shape, each.shape[-1]) for each in states]
+        for table, each in zip(tables, states, strict=True):
+            table[there] = each[at]
+    assert tables is not None
+    return Features(tables.pop() if spec.last else None, tuple(tables))
 
 
 @dataclass(frozen=True)

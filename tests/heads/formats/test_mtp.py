@@ -172,8 +172,11 @@ def test_a_layer_learns_and_goes_back_into_the_files(model, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
-def test_layers_of_hybrid_models_are_read_although_these_are_no_targets(name, tmp_path) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+def test_layers_of_hybrid_models_are_read_and_draft_for_them(name, tmp_path) -> None:
+    experts = {
+        **EXPERTS, "num_experts": 4, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
     sizes = {**SIZES, **HEAD, "num_hidden_layers": 4, **(experts if name == "qwen3_next" else {})}
     config = AutoConfig.for_model(name, **sizes, mtp_num_hidden_layers=2)
     head = MtpHead(MtpConfig(hidden_size=HIDDEN, vocab_size=VOCAB, layer=mtp_layer_of(config)))
@@ -190,8 +193,9 @@ def test_layers_of_hybrid_models_are_read_although_these_are_no_targets(name, tm
     assert type(head.layers[0].layer).__name__.startswith("Qwen3")
     for key, tensor in build_head(foreign, tmp_path).state_dict().items():
         assert torch.equal(tensor, head.state_dict()[key]), key
-    with pytest.raises(UserError, match="running state that cannot branch"):
-        Target(AutoModelForCausalLM.from_config(config).eval())
+    target = Target(AutoModelForCausalLM.from_config(config).float().eval())
+    drafted = Decoder(target, drafter_for(head, target)).generate([5, 6, 7], max_new_tokens=8)
+    assert drafted.sequences == Decoder(target).generate([5, 6, 7], max_new_tokens=8).sequences
 
 
 @pytest.mark.parametrize("model", ["glm4_moe"], indirect=True)

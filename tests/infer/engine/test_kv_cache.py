@@ -5,7 +5,6 @@ import torch
 
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.target.tree_cache import StepCache, TreeCache
-from drafthead.infer.beams.beam_search import copy_rows
 
 
 def keys_of(columns: list[list[float]]) -> torch.Tensor:
@@ -142,11 +141,11 @@ def test_rows_can_be_dropped() -> None:
 def test_a_row_goes_on_as_a_copy_of_another_with_the_nodes_of_the_pass() -> None:
     cache = filled_cache(layers=1)
     cache.update(keys_of([[3.0, 4], [13, 14]]), keys_of([[0.0, 0], [0, 0]]), 0)
-    copy_rows(cache, [0, 0], first=1, num_nodes=2)
+    cache.repeat_rows([0, 0], first=1, num_nodes=2)
     assert cache.keys[0][0, 0, :5, 0].tolist() == [0, 1, 2, 3, 4]
     assert cache.keys[0][1, 0, :5, 0].tolist() == [10, 1, 2, 3, 4], "the first columns are shared"
     assert cache.lengths.tolist() == [3, 3]
-    copy_rows(cache, [1, 0], first=0, num_nodes=2)  # both from what they were
+    cache.repeat_rows([1, 0], first=0, num_nodes=2)  # both from what they were
     assert cache.keys[0][:, 0, 0, 0].tolist() == [10, 0]
 
 
