@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from drafthead.backends.compiled import Compiled, kernels_serve
 from drafthead.backends.cpu.substitutions import replacement_of
@@ -42,10 +41,9 @@ class CompilingBackend(Backend):
         in_bytes: bool = False,
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
-        layers: Sequence[nn.Module] = (),
     ) -> Compiled:
         made_for = self.device, self.dtype
-        made = Compiled(function, *made_for, dims, variant, around, reads, in_bytes, layers)
+        made = Compiled(function, *made_for, dims, variant, around, reads, in_bytes)
         self.made.append(made)
         return made
 

@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -21,21 +21,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx.experimental._config
-from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import GuardFilterEntry
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.backends.cpu.direct_call import OtherLayoutError, Recorder, direct_call
-from drafthead.backends.cpu.graph_record import GraphRecord, keep, log_useless, records
+from drafthead.backends.cpu.graph_record import keep, log_useless, records
 from drafthead.backends.cpu.kernels import library
-from drafthead.backends.cpu.layers.layer_stack import (
-    FEWEST,
-    LayerStack,
-    stack_for,
-    tell_of_all_layers,
-)
 from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.substitutions import CpuKernels
 from drafthead.backends.cuda.recordings import Recordings
@@ -91,17 +84,13 @@ class Compiled:
         around: AbstractContextManager[object] = NOTHING,
         reads: Sequence[Any] | None = None,
         in_bytes: bool = False,
-        layers: Sequence[nn.Module] = (),
-        in_code: bool = False,
     ):
         """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
         made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
         of it. `reads` are the models and other values that the function reads beside its arguments;
         a graph is kept on the disk where they are known. With `in_bytes` our kernels read weights
-        as bytes: half as much, and about two digits of each weight. `layers` are those of a model
-        that the function runs one after the other: they are compiled on their own, see
-        `LayerStack`. With `in_code` other compiled code can call the graphs.
+        as bytes: half as much, and about two digits of each weight.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
@@ -109,7 +98,7 @@ class Compiled:
         self.function, self.variant, self.around = function, variant, around
         self.reads, self.in_bytes = reads, in_bytes
         self.dims = Dims(function, dims)
-        self.device, self.dtype, self.layers, self.in_code = device, dtype, layers, in_code
+        self.device, self.dtype = device, dtype
         self.on_cpu = device.type == "cpu"
         self.has_kernels = kernels_serve(device, dtype)
         self.options: dict[str, Any] = CPU_OPTIONS
@@ -164,39 +153,11 @@ class Compiled:
         """A graph for calls of the kind of `arguments`, from the disk or compiled."""
         if not self.on_cpu:
             recorded = Recordings(within(self.around, self.function), self.dims.held)
-            return Made(recorded, recorded(*arguments), None)
-        stack = None
-        if len(self.layers) >= FEWEST:
-            stack = stack_for(self.layers, partial(self._uncompiled, arguments), self._layer)
-        if stack is not None:
-            try:
-                made = self._stored_or_compiled(arguments, stack)
-                vars(made.graph)["stack"] = stack  # whose memory the graph reads
-                return made
-            except UserError as reason:
-                tell_of_all_layers(reason)
-        return self._stored_or_compiled(arguments, None)
+            return Made(recorded, recorded(*arguments))
+        key = self._key(arguments)
+        return self._stored(key, arguments) or self._compiled(key, arguments)
 
-    def _stored_or_compiled(self, arguments: Sequence[Any], stack: LayerStack | None) -> "Made":
-        """A graph that calls the layers of `stack`, or that has all layers within."""
-        reads = [*(self.reads or ()), *([] if stack is None else [stack.table])]
-        key = self._key(arguments, stack)
-        with nullcontext() if stack is None else stack.called():
-            return self._stored(key, reads, arguments) or self._compiled(key, reads, arguments)
-
-    def _layer(
-        self,
-        function: Callable[..., Any],
-        dims: Mapping[str, Spec],
-        reads: Sequence[Any],
-        arguments: Sequence[Any],
-    ) -> GraphRecord | None:
-        """The record of a layer's graph, which the graph of a pass calls."""
-        made_for = self.device, self.dtype, dims
-        layer = Compiled(function, *made_for, reads=reads, in_bytes=self.in_bytes, in_code=True)
-        return layer.make(arguments).record
-
-    def _key(self, arguments: Sequence[Any], stack: LayerStack | None = None) -> str | None:
+    def _key(self, arguments: Sequence[Any]) -> str | None:
         """Under which a graph for these arguments is kept on the disk; None if it cannot be."""
         if self.reads is None:
             return None
@@ -206,9 +167,7 @@ class Compiled:
             self.kind(arguments),
             self.has_kernels,
             self.in_bytes,
-            self.in_code,
             self.reads,
-            [] if stack is None else stack.description,
         )
         options = {name: value for name, value in self.options.items() if name != REWRITES}
         try:
@@ -217,17 +176,15 @@ class Compiled:
             tell_of_each_process(str(unknown))
             return None
 
-    def _stored(
-        self, key: str | None, reads: Sequence[Any], arguments: Sequence[Any]
-    ) -> "Made | None":
+    def _stored(self, key: str | None, arguments: Sequence[Any]) -> "Made | None":
         """A graph that another process has made; None where there is none."""
         if key is None:
             return None
         for path, record in records(key):
             try:
                 if record.is_met(arguments):
-                    graph = direct_call(record, record.load(reads), arguments)
-                    return Made(graph, graph(*arguments), record)
+                    graph = direct_call(record, record.load(self.reads or ()), arguments)
+                    return Made(graph, graph(*arguments))
             except Exception as error:  # whatever the code of a file raises that does not fit
                 log_useless(path, error)
                 # torch would take from its own cache what has just failed.
@@ -246,14 +203,14 @@ class Compiled:
             return None  # recordings tell shapes apart by themselves
         return self.dims.kind(arguments), self.variant(*arguments)
 
-    def _compiled(self, key: str | None, reads: Sequence[Any], arguments: Sequence[Any]) -> "Made":
+    def _compiled(self, key: str | None, arguments: Sequence[Any]) -> "Made":
         """A new graph, which is kept under `key`."""
         tell_of_compiling()
         self.dims.check(arguments)
         for place in self.dims.places(arguments):
             if size_at(arguments, place) != 1:
                 torch._dynamo.mark_dynamic(tensor_at(arguments, place), place.dim)
-        recorder = Recorder(self.options, Recipes(reads), self.in_code)
+        recorder = Recorder(self.options, Recipes(self.reads or ()))
         equal = by_letter(self.dims.places(arguments))
         traced = with_own_code(partial(self._call, equal))
         compiled = torch.compile(
@@ -283,7 +240,7 @@ class Compiled:
         graph, record = recorder.finish(result, arguments)
         if key is not None and record is not None:
             keep(key, record)
-        return Made(graph, result, record)
+        return Made(graph, result)
 
     def _call(self, equal: Sequence[Sequence[Place]], *arguments: Any) -> Any:
         """The traced function, after the tracer has been told which sizes are equal."""
@@ -300,7 +257,6 @@ class Made(NamedTuple):
 
     graph: Graph
     value: Any  # of the call
-    record: GraphRecord | None  # None for one that cannot be kept on the disk
 
 
 def within(context: AbstractContextManager[object], function: Graph) -> Graph:

@@ -1,24 +1,19 @@
 """A target whose passes run compiled: same inputs, same outputs, less time.
 
-On a GPU passes are recorded, with layers as they are or compiled. On a CPU with our kernels prompts
-are read by compiled passes too; elsewhere these stay eager. There what a pass computes of a token
-depends on the tokens before it alone, bit by bit: not on what else the pass reads, and so not on
-how a text was split into passes.
+On a GPU passes are recorded, with layers as they are or compiled. On a CPU a step is one graph, and
+prompts are read eagerly; where there are kernels of ours, passes run these at once instead.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from drafthead.backends.backend import CompilingBackend
-from drafthead.backends.compiled import CPU_OPTIONS
-from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
-from drafthead.backends.cpu.substitutions import has_our_products
+from drafthead.backends.cpu.packed_target import PackedTarget, packed_target
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.core.errors import first_line
@@ -48,9 +43,6 @@ PASS = {
     "keys": "B . C .",
     "values": "B . C .",
 }
-OUTPUT = {"hidden": "B ."}
-# In a pass over one token torch's code shares longer sums, those of norms, among the threads.
-SUMMED_ALONE = 2 * CPU_OPTIONS["cpp.min_chunk_size"]
 MOVE = {"keys": "B . C .", "values": "B . C .", "source": "B P", "destination": "B P"}
 
 
@@ -75,7 +67,6 @@ class CompiledTarget(Target):
         self.memory = None if self.has_alibi else self.backend.memory
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = self.backend.compile(move_columns, MOVE, ())
-        self.output = self.backend.compile(self.project, OUTPUT, (self.model,), self.in_bytes)
 
     def around(self, taps: Taps) -> AbstractContextManager[object]:
         makers: list[Callable[[], AbstractContextManager[object]]] = [lambda: taps]
@@ -153,11 +144,6 @@ class CompiledTarget(Target):
         logger.info("%s reads %s with masks: %s", type(self.model).__name__, what, reason)
         return False
 
-    @property
-    def reads_bytes(self) -> bool:
-        """Whether passes read bytes: there is a kernel for it."""
-        return self.in_bytes and self.backend.has_kernels
-
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other.
 
@@ -195,25 +181,14 @@ class CompiledTarget(Target):
         features: FeatureSpec,
         cache: Cache | None = None,
     ) -> Features:
-        """As `Target.read`; passes over a row are compiled where `begin` has made room for them."""
+        """As `Target.read`; where passes are recorded, short prompts are read as trees."""
         if isinstance(cache, TreeCache) and self._reads_as_trees(input_ids, attention_mask, cache):
             return self._read_as_trees(input_ids, position_ids, features, cache)
         if attention_mask is not None and is_for_kernels(attention_mask):
             assert self.kernels is not None
             with self.kernels.used_later():
                 return super().read(input_ids, position_ids, attention_mask, features, cache)
-        if (
-            not self.reads_rows_alone
-            or input_ids.shape[0] > 1  # graphs for several rows would be others, seldom needed
-            or not isinstance(cache, TreeCache)
-            or attention_mask is None
-        ):
-            return super().read(input_ids, position_ids, attention_mask, features, cache)
-        length, inputs = input_ids.shape[1], (input_ids, position_ids, attention_mask)
-        if length == 1:
-            inputs = with_another(*inputs)
-        found = self._pass(features, False)(*inputs, cache).features
-        return found.map(lambda hidden: hidden[:, :length])
+        return super().read(input_ids, position_ids, attention_mask, features, cache)
 
     def _reads_as_trees(
         self,
@@ -261,15 +236,6 @@ class CompiledTarget(Target):
         )
         return joined.map(lambda hidden: hidden[:, :count])
 
-    @torch.no_grad()
-    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Target.next_logits`, and where we have kernels with the bits that a step computes."""
-        if not self.reads_rows_alone:
-            return super().next_logits(hidden)
-        # A graph for one row would be another, and no quicker.
-        rows = hidden if len(hidden) > 1 else hidden.repeat(2, 1)
-        return self.output(rows)[: len(hidden)]
-
     def _pass(self, features: FeatureSpec, has_logits: bool) -> "CompiledPass":
         """The passes that keep these features, with logits or without."""
         kind = features, has_logits
@@ -278,20 +244,15 @@ class CompiledTarget(Target):
             self.functions.setdefault(kind, CompiledPass(self, features, has_logits))
         return self.functions[kind]
 
-    @property
-    def reads_rows_alone(self) -> bool:
-        """Whether prompts are read by compiled passes, which are made for one row."""
-        return self.backend.has_kernels and self.skips_logits
 
-    @cached_property
-    def same_bits(self) -> bool:
-        return (
-            self.reads_rows_alone
-            and self.hidden_size < SUMMED_ALONE
-            and self.config._attn_implementation == "sdpa"
-            and all(states.shape[-1] % NORM_MULTIPLE == 0 for states in self.one_token.states)
-            and all(map(has_our_products, self.model.modules()))
-        )
+def compiled_target(target: Target, in_bytes: bool, fuses: bool) -> Target:
+    """The target with passes compiled or recorded, or with our kernels where it can have them."""
+    if target.device.type == "cpu":
+        backend = CompilingBackend(target.device, target.dtype, fuses)
+        packed = packed_target(target, in_bytes, backend)
+        if isinstance(packed, PackedTarget):
+            return packed
+    return CompiledTarget(target, in_bytes, fuses)
 
 
 def is_for_kernels(mask: LayerMasks) -> bool:
@@ -362,16 +323,3 @@ class CompiledPass:
         if not isinstance(attention_mask, torch.Tensor):
             return ()
         return tuple(attention_mask.shape[-1] > kind.reach for kind in self.target.layer_kinds)
-
-
-def with_another(
-    input_ids: torch.Tensor,  # [1, 1]
-    position_ids: torch.Tensor,  # [1, 1]
-    attention_mask: torch.Tensor,  # [1, 1, 1, S]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pass over the same token twice, of which neither sees the second.
-
-    A graph for one token would be another, and prompts of which one token is unread are rare.
-    """
-    mask = pad(attention_mask, (0, 1), value=torch.finfo(attention_mask.dtype).min)
-    return input_ids.repeat(1, 2), position_ids.repeat(1, 2), mask.repeat(1, 1, 2, 1)

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cpu.packed_target import PackedTarget
 from drafthead.core.target.architecture import find_decoder
 from drafthead.core.target.seven_bits import can_be_rounded
 from drafthead.core.target.target import Target
@@ -63,7 +63,8 @@ def weight_bytes(target: Target, tokens: int) -> int:
     tokens are sent. The key-value cache does not count.
     """
     decoder: nn.Module = find_decoder(target.model)
-    head = {id(weight) for weight in target.output_head.parameters()}
+    output_head: nn.Module = target.model.get_output_embeddings()
+    head = {id(weight) for weight in output_head.parameters()}
     looked_up = {
         id(module.weight)
         for module in decoder.modules()
@@ -71,12 +72,12 @@ def weight_bytes(target: Target, tokens: int) -> int:
     }
     weights = {
         id(weight): weight
-        for module in (decoder, target.output_head)
+        for module in (decoder, output_head)
         for weight in (*module.parameters(), *module.buffers())
     }
-    modules = [*decoder.modules(), target.output_head]
+    modules = [*decoder.modules(), output_head]
     matrices = {id(module.weight) for module in modules if can_be_rounded(module)}
-    in_bytes = matrices if isinstance(target, CompiledTarget) and target.reads_bytes else set()
+    in_bytes = matrices if isinstance(target, PackedTarget) and target.in_bytes else set()
     total = 0
     for key, weight in weights.items():
         share = min(1.0, tokens / weight.shape[0]) if key in looked_up else 1.0

@@ -18,7 +18,6 @@ from random_models import random_llama
 from scripted import Scripted
 from tqdm import tqdm
 
-from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.storage.files import write_text
@@ -62,7 +61,7 @@ def measured(
     target: Target, prompts: Sequence[list[int]], rows: int, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """Scripted drafters against plain decoding of batches of `rows` prompts."""
-    compiled = CompiledTarget(target)
+    compiled = target.compiled()
     plain = endless(compiled)
     known = {
         tuple(prompt): plain.generate([prompt], max_new_tokens=LONG + 16).sequences[0]

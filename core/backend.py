@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from drafthead.core.dims import Spec
 from drafthead.core.kv_cache.cache_memory import CacheMemory
@@ -99,13 +98,12 @@ class Backend:
         in_bytes: bool = False,
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
-        layers: Sequence[nn.Module] = (),
     ) -> Callable[..., Any]:
         """The function as it is to be called: within `around`.
 
         `dims` declares the shapes of its arguments, see `Dims`. `reads` are the models and other
         values that it reads beside them, whose matrices may be read `in_bytes`. Calls differ in
-        their code by `variant(*arguments)`. `layers` are those that it runs one after the other.
+        their code by `variant(*arguments)`.
         """
 
         def call(*arguments: Any) -> Any:
@@ -143,7 +141,7 @@ def packed_target(target: Any, in_bytes: bool = False) -> Any:
 
 
 def compiled_target(target: Any, in_bytes: bool, fuses: bool) -> Any:
-    """The `Target` with passes compiled or recorded, see `drafthead.backends.compiled_target`."""
-    return import_module("drafthead.backends.compiled_target").CompiledTarget(
+    """The `Target` compiled or recorded, see `drafthead.backends.compiled_target`."""
+    return import_module("drafthead.backends.compiled_target").compiled_target(
         target, in_bytes, fuses
     )

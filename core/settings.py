@@ -160,9 +160,9 @@ DeviceName = Annotated[str, Field(description="auto, cpu or cuda.")]
 CompileSwitch = Annotated[
     bool | None,
     Field(
-        description="Compile the passes: minutes the first time, then faster. Without, a GPU "
-        "records them, and a CPU runs our kernels; with --no-compile they run as the model is "
-        "written."
+        description="Compile drafts on a CPU with our kernels, and elsewhere passes: minutes the "
+        "first time, then faster. Without, a GPU records passes, and a CPU runs our kernels; with "
+        "--no-compile they run as the model is written."
     ),
 ]
 TemplateArguments = Annotated[

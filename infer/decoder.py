@@ -133,10 +133,11 @@ class Decoder:
         `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
         default the planner sizes them by their cost on this machine, which it learns while
         decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
-        own layers or lookup propose on a path, by default 4. `compile` makes graphs of the passes
-        when they first run, minutes the first time and seconds later; the output stays the same. By
-        default passes on a GPU are recorded, which takes as long as a few of them, and bfloat16
-        passes on a CPU run our kernels; with False they run as the model is written. `same_bits` is
+        own layers or lookup propose on a path, by default 4. `compile` makes graphs of drafts,
+        and where we have no kernels of passes, when they first run: minutes the first time and
+        seconds later; the output stays the same. By default passes on a GPU are recorded, which
+        takes as long as a few of them, and bfloat16 passes on a CPU run our kernels; with False
+        they run as the model is written. `same_bits` is
         for 16 bits where neither holds: every pass reads 16 tokens, so that drafted text is that of
         plain decoding with the same setting; each is dearer. Code that comes
         with a model runs only with `trust_remote_code`. Raises UserError for what cannot be loaded,

@@ -41,9 +41,9 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     """Let every graph be recorded by a stand-in from now on; gives it."""
     stand_in = Rehearsal()
 
-    def recorded(self: Compiled, key: None, reads: Sequence[Any], arguments: Sequence[Any]) -> Made:
+    def recorded(self: Compiled, key: None, arguments: Sequence[Any]) -> Made:
         graph = Recordings(within(self.around, self.function), self.dims.held, capture=stand_in)
-        return Made(graph, graph(*arguments), None)
+        return Made(graph, graph(*arguments))
 
     monkeypatch.setattr(Compiled, "_compiled", recorded)
     monkeypatch.setattr(Compiled, "_key", lambda *_: None)

@@ -31,9 +31,7 @@ class Traced(Recorder):
 
     def finish(self, result: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], None]:
         """The graph as a function, which raises for other layouts as compiled ones do."""
-        in_code, self.in_code = self.in_code, False
         call, _ = super().finish(result, arguments)
-        self.in_code = in_code
         return call, None
 
 

@@ -7,7 +7,7 @@ noted when it was made: the places of its inputs among the arguments, and the co
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from operator import itemgetter
 from pydoc import locate
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from torch._dynamo.convert_frame import GlobalStateGuard
 
 from drafthead.backends.cpu.graph_record import ARGUMENTS, GraphRecord, twins
-from drafthead.backends.cpu.layers.callable_code import callable_in_code, for_calls
 from drafthead.backends.cpu.layouts import checker, layout_of
 from drafthead.backends.cpu.recipes import Recipes
 from drafthead.backends.cpu.threads import threads
@@ -33,16 +32,9 @@ class OtherLayoutError(Exception):
 class Recorder:
     """A backend of `torch.compile`: Inductor, with a record of the one graph that is made."""
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        recipes: Recipes,
-        in_code: bool = False,
-    ):
-        """`options` are Inductor's; `recipes` learn where the graph's constants come from.
-        With `in_code` other compiled code can call the graph.
-        """
-        self.options, self.recipes, self.in_code = options, recipes, in_code
+    def __init__(self, options: dict[str, Any], recipes: Recipes):
+        """`options` are Inductor's; `recipes` learn where the graph's constants come from."""
+        self.options, self.recipes = options, recipes
         self.inputs: list[str] = []  # the places of the graph's inputs, as torch's expressions
         self.examples: list[Any] = []  # of the inputs, with symbols for sizes that may change
         self.run: Any  # the graph as torch calls it
@@ -83,8 +75,7 @@ class Recorder:
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.output_code import CompiledFxGraphConstantsWithGm
 
-        with callable_in_code() if self.in_code else nullcontext():
-            self.code = compile_fx_inner(graph, examples, **options)
+        self.code = compile_fx_inner(graph, examples, **options)
         self.constants = CompiledFxGraphConstantsWithGm(graph).unwrap(self.code)
 
         def noted(inputs: list[Any]) -> Outputs:
@@ -121,7 +112,7 @@ class Recorder:
             twins(arguments),
             layout_of(self.examples),
             form_of(result, self.outer[1]),
-            for_calls(self.code.source_code) if self.in_code else self.code.source_code,
+            self.code.source_code,
             constants or {},
         )
         call = direct_call(record, run, arguments)

@@ -49,17 +49,9 @@ class GraphRecord(NamedTuple):
 
     def load(self, reads: Sequence[Any]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
         """The generated code, with the weights of the models and other values `reads`."""
-        return self.loaded(self.constants_for(reads))["call"]
-
-    def constants_for(self, reads: Sequence[Any]) -> dict[str, Any]:
-        """The constants, of the models and other values `reads`, by their names in the source."""
-        return {name: cooked(recipe, reads) for name, recipe in self.constants.items()}
-
-    def loaded(self, constants: dict[str, Any]) -> dict[str, Any]:
-        """The names that the source defines, with these constants among them."""
-        names = dict(constants)
+        names = {name: cooked(recipe, reads) for name, recipe in self.constants.items()}
         exec(compile(self.source, "<a compiled graph>", "exec"), names)
-        return names
+        return names["call"]
 
     def text(self) -> str:
         """The content of a file: a checksum in the first line."""

@@ -6,7 +6,8 @@ known class is one call. What is not known stays as it is.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,10 @@ class PackedRotations(nn.Module):
 
 
 class PackedLayer(nn.Module):
-    """A decoder layer of Llama's kind in one call, over a cache with room for the new tokens."""
+    """A decoder layer of Llama's kind, over a cache with room for the new tokens.
+
+    One call runs it, after layers that were left to it: see `PackedLayers`.
+    """
 
     def __init__(self, layer: Any, in_bytes: bool):
         """For a layer of which `is_llama_layer` holds."""
@@ -116,13 +120,37 @@ class PackedLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin [B, T, head]
         cache: Any = None,
         past_key_values: Any = None,  # as older versions of transformers call it
+        before: "Sequence[PackedLayer]" = (),  # that were left to this one
         **_: object,
     ) -> torch.Tensor:
-        """The layer's output [B, T, D]."""
-        of = past_key_values if cache is None else cache
-        keys, values, columns = of.place(self.number, hidden_states.shape[1])
-        seen = attention_mask, keys, values, columns, self.weights
-        return ops.decoder_layer(hidden_states, *position_embeddings, *seen, self.eps, self.scale)
+        """The layer's output [B, T, D], for the input of the first of `before`."""
+        of, layers = past_key_values if cache is None else cache, [*before, self]
+        states = of.places([layer.number for layer in layers], hidden_states.shape[1])
+        weights = [weight for layer in layers for weight in layer.weights]
+        seen = attention_mask, *states, weights, self.eps, self.scale
+        return ops.decoder_layers(hidden_states, *position_embeddings, *seen)
+
+
+class PackedLayers(nn.ModuleList):
+    """The decoder layers of a model, alike but for their weights; it iterates over a slice of them.
+
+    A layer is left to the next one where no hook reads what comes between: a pass is few calls.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        calls: list[Callable[..., Any]] = []
+        waiting: list[nn.Module] = []
+        layers = list(self._modules.values())[index]
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            own = layer._forward_hooks or layer._forward_pre_hooks
+            if own or following is None or following._forward_pre_hooks:
+                calls.append(partial(layer, before=waiting))
+                waiting = []
+            else:
+                waiting.append(layer)
+        return calls
 
 
 def packed_attention(
@@ -165,7 +193,18 @@ def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
             made = packed(part, in_bytes)
         if made is not None:
             parent._modules[name] = made
+    if len(set(getattr(config, "layer_types", None) or [""])) == 1:  # what they see is the same
+        for parent, name, part in list(children_in(twin)):
+            if isinstance(part, nn.ModuleList) and are_alike(list(part)):
+                parent._modules[name] = PackedLayers(part)
     return twin
+
+
+def are_alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers can be left to each other."""
+    if not all(isinstance(layer, PackedLayer) for layer in layers):
+        return False
+    return len({(layer.eps, layer.scale) for layer in layers}) == 1
 
 
 def children_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -1,5 +1,7 @@
 """A target whose passes run our kernels at once: nothing is compiled but these, once on a machine.
 
+Compiling a pass as well would gain next to nothing: its layers are one call, see `packed_modules`.
+
 What a pass computes of a token depends on the tokens before it alone, bit by bit: not on what else
 the pass reads, and so not on how a text was split into passes.
 """
@@ -66,10 +68,11 @@ class PackedBackend(Backend):
 class PackedTarget(Target):
     """A target that runs our kernels in all passes that follow a cache."""
 
-    backend = PackedBackend()
+    runs_at_once = True
 
-    def __init__(self, target: Target, in_bytes: bool = False):
+    def __init__(self, target: Target, in_bytes: bool = False, backend: Backend | None = None):
         """Share the target's model; see `packed_target`."""
+        self.backend = backend or PackedBackend()
         self.plain = target
         super().__init__(target.model, target.tokenizer)
         self.numbers = target.numbers
@@ -86,6 +89,7 @@ class PackedTarget(Target):
         self.last_state = self.find_last_state(decoder)
         self.output_head = self.called.get_output_embeddings()
         self.functions.clear()
+        self.backend.forget()
         self.is_hooked = False
 
     def new_cache(self) -> TreeCache:
@@ -173,17 +177,22 @@ def is_lookup(part: nn.Module) -> bool:
     return isinstance(part, nn.Embedding)
 
 
-def packed_target(target: Target, in_bytes: bool = False) -> Target:
-    """The target with our kernels; as it is, with a line in the log, where it cannot have them."""
+def packed_target(target: Target, in_bytes: bool = False, backend: Backend | None = None) -> Target:
+    """The target with our kernels; as it is, with a line in the log, where it cannot have them.
+
+    `backend` says that drafts are compiled; without one they run our kernels at once as well.
+    """
     if target.device.type != "cpu" or target.dtype != torch.bfloat16:
         return target
     if isinstance(target, PackedTarget):
-        return target
+        if backend is None or target.backend.compiles:
+            return target
+        target = target.plain  # packed weights are found again
     try:
         target.check_compilable()
         if reason := obstacle(target):
             raise UserError(reason)
-        made = PackedTarget(target, in_bytes)
+        made = PackedTarget(target, in_bytes, backend)
         refuse_unlike(target, made)
     except Exception as error:  # whatever the code of a model raises that is given these
         reason = first_line(error)

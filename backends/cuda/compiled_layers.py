@@ -20,10 +20,7 @@ from torch.func import functional_call
 
 from drafthead.backends.compiled import with_own_code
 from drafthead.backends.cuda import MOST_LARGEST
-from drafthead.backends.cuda.merged_products import MergedProducts
-from drafthead.backends.cuda.tree_kernels import KernelCache
-from drafthead.backends.fingerprint import UndescribedError, described, digest, without_numbers
-from drafthead.backends.recorded_calls import (
+from drafthead.backends.cuda.layer_arguments import (
     Form,
     OneLayer,
     UnlikeError,
@@ -32,6 +29,9 @@ from drafthead.backends.recorded_calls import (
     replaced,
     tensors_of,
 )
+from drafthead.backends.cuda.merged_products import MergedProducts
+from drafthead.backends.cuda.tree_kernels import KernelCache
+from drafthead.backends.fingerprint import UndescribedError, described, digest, without_numbers
 from drafthead.core.errors import first_line
 from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.tree_cache import StepCache

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from drafthead.backends.recorded_calls import UnlikeError
+from drafthead.backends.cuda.layer_arguments import UnlikeError
 
 # Names of what reads the same rows, in the models of transformers.
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -72,6 +72,7 @@ class Target:
     decoder_prompt: tuple[int, ...] = ()
     # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
     memory: CacheMemory | None = None
+    runs_at_once = False  # whether passes are no part of a graph, although drafts are compiled
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
     backend: Backend = EAGER
     kernels: TreeKernels | None = None  # of recorded passes, where they fit the model
@@ -477,9 +478,8 @@ class Target:
 
         The other arguments are those of `Backend.compile`; `reads` come beside the model.
         """
-        layers, around = list(self.layers.children()), self.around(taps)
-        read = self.model, *reads
-        return self.backend.compile(function, dims, read, self.in_bytes, variant, around, layers)
+        read, around = (self.model, *reads), self.around(taps)
+        return self.backend.compile(function, dims, read, self.in_bytes, variant, around)
 
     def around(self, taps: "Taps") -> AbstractContextManager[object]:
         """What a pass with these taps runs within."""

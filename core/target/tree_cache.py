@@ -15,8 +15,8 @@ from drafthead.core.kv_cache.column_cache import (
     move_columns,
 )
 
-# Keys and values [B, H, capacity, D], and columns [T].
-Place = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Of some layers keys and values [B, H, capacity, D], and columns [T].
+Places = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
 
 
 class StepCache(CacheColumns, Cache):
@@ -49,11 +49,6 @@ class StepCache(CacheColumns, Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write T new positions of a layer; returns the columns [B, H, S, D] in use of both."""
         return self.append(self.places[layer_idx], key_states, value_states)
-
-    def place(self, layer_idx: int, tokens: int) -> Place:
-        """The keys and values of a layer, and the columns that so many new ones go to."""
-        number = self.places[layer_idx]
-        return self.keys[number], self.values[number], self.columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use, the new ones not among them."""
@@ -92,11 +87,11 @@ class TreeCache(ColumnCache, Cache):
         seen = self.seen(end)
         return keys[:, :, :seen], values[:, :, :seen]
 
-    def place(self, layer_idx: int, tokens: int) -> Place:
-        """The keys and values of a layer, and the columns that so many new ones go to."""
+    def places(self, layers: Sequence[int], tokens: int) -> Places:
+        """The keys and values of layers, and the columns that so many new ones go to."""
         start = self.longest + self.pending
         columns = self._numbers()[start : start + tokens]
-        return self.keys[layer_idx], self.values[layer_idx], columns
+        return [self.keys[n] for n in layers], [self.values[n] for n in layers], columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use."""

@@ -83,7 +83,8 @@ class PromptPass:
 
 def steps_in_one_call(target: Target, run: BatchRun) -> bool:
     """Whether steps under rules that follow the target are compiled as a whole."""
-    return target.backend.compiles and run.request.samples_in_graphs
+    in_graphs = target.backend.compiles and not target.runs_at_once
+    return in_graphs and run.request.samples_in_graphs
 
 
 class Stepper:

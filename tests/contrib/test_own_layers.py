@@ -14,7 +14,6 @@ from tiny import VOCAB, random_prompts, tiny_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.backends import compiled
 from drafthead.backends.compiled import Compiled
 from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import TreeKernels
@@ -127,14 +126,11 @@ def test_no_committed_token_is_read_by_the_draft(target: Target, monkeypatch) ->
     assert read == [(1, 1)] * DEPTH * steps, "roots and drafted tokens alone"
 
 
-@pytest.mark.parametrize(
-    "way", ["not traced", *(pytest.param(w, marks=pytest.mark.slow) for w in ("whole", "by layer"))]
-)
+@pytest.mark.parametrize("way", ["not traced", pytest.param("whole", marks=pytest.mark.slow)])
 def test_compiled_drafts_are_the_eager_ones(monkeypatch, way: str) -> None:
     """A graph is given the keys of the layers that draft, which it knows by their own numbers."""
     if way == "not traced":
         monkeypatch.setattr(Compiled, "__call__", lambda self, *given: self._uncompiled(given))
-    monkeypatch.setattr(compiled, "FEWEST", 2 if way == "by layer" else LAYERS + 1)
     target, answers = make_model("llama"), []
     for compiles in (False, True):
         drafter = OwnLayers(target, [0, 2, 3], 2)

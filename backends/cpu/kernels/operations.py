@@ -19,6 +19,7 @@ from drafthead.core.kv_cache.column_cache import move_columns
 MOST = 64  # of the largest: for more, sorting is faster
 NORM_MULTIPLE = 32  # norms and heads are of a multiple of so many values
 LARGEST_HEAD = 256
+LAYER_WEIGHTS = 10  # tensors of a decoder layer
 
 Function = Callable[..., Any]
 
@@ -153,10 +154,31 @@ def rotations(
 
 
 @operation(
-    "decoder_layer(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor keys, Tensor values, "
-    "Tensor columns, Tensor[] weights, float eps, float scale) -> Tensor",
+    "decoder_layers(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor[] keys, "
+    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale) -> Tensor",
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
 )
+def decoder_layers(
+    hidden: torch.Tensor,  # [B, T, D]
+    cos: torch.Tensor,  # [B or 1, T, head]
+    sin: torch.Tensor,  # as cos
+    mask: torch.Tensor,  # [B or 1, 1, T, S] added to the scores
+    keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, head]
+    values: Sequence[torch.Tensor],  # as keys
+    columns: torch.Tensor,  # [T] that the tokens' keys and values are written to
+    weights: Sequence[torch.Tensor],  # `LAYER_WEIGHTS` of each layer
+    eps: float,
+    scale: float,
+) -> torch.Tensor:
+    """The output [B, T, D] of layers as Llama's that follow each other, with keys and values
+    written.
+    """
+    for number, (key, value) in enumerate(zip(keys, values, strict=True)):
+        own = weights[number * LAYER_WEIGHTS : (number + 1) * LAYER_WEIGHTS]
+        hidden = decoder_layer(hidden, cos, sin, mask, key, value, columns, own, eps, scale)
+    return hidden
+
+
 def decoder_layer(
     hidden: torch.Tensor,  # [B, T, D]
     cos: torch.Tensor,  # [B or 1, T, head]
@@ -169,7 +191,7 @@ def decoder_layer(
     eps: float,
     scale: float,
 ) -> torch.Tensor:
-    """The output [B, T, D] of a decoder layer as Llama's, whose keys and values it writes.
+    """The output [B, T, D] of one of `decoder_layers`.
 
     `weights` are: input norm, packed q|k|v and its bias, norms of queries and keys, packed output
     product and its bias, norm before the MLP, packed gate and up (paired), packed down. What a

@@ -41,10 +41,12 @@ def pack(
     # what was written by way of `weight.data`, which no version counts.
     values = [(weight_state(weight), checksum(weight)) for weight in weights]
     if key not in known or known[key][0] != values:
-        blocks = (in_byte_blocks if in_bytes else in_blocks)(torch.cat(list(weights)))
+        whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+        blocks = (in_byte_blocks if in_bytes else in_blocks)(whole)
         if paired:
-            blocks = blocks.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-        known[key] = values, memory.copy(blocks)
+            blocks = blocks.unflatten(0, (2, -1)).transpose(0, 1)
+        copy = memory.copy(blocks).flatten(0, -3).view(torch.bfloat16)
+        known[key] = values, copy.unflatten(-1, (COLUMNS, 2))
     return known[key][1]
 
 
@@ -58,26 +60,34 @@ def packed_once(weight: torch.Tensor, in_bytes: bool) -> torch.Tensor:
 
 
 def checksum(weight: torch.Tensor) -> int:
-    """The sum of the values of a weight [N, K], read as whole numbers."""
-    return int(weight.view(torch.int16).sum(dtype=torch.int64))
+    """The sum of the bits of a weight [N, K], K even, read as whole numbers."""
+    wide = torch.int64 if weight.shape[1] % 4 == 0 else torch.int32  # fewer numbers
+    return int(seen_as(wide, weight).sum(dtype=torch.int64))
+
+
+def seen_as(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
+    """The bits of a weight [N, K] as wider numbers [N, K / n]."""
+    whole = weight.contiguous()
+    starts_within = whole.storage_offset() * whole.element_size() % dtype.itemsize
+    return (whole.clone() if starts_within else whole).view(dtype)
 
 
 def in_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """`pack` of one weight [N, K]."""
+    """`pack` of one weight [N, K]: [N / 32, K / 2, 32], with pairs seen as whole numbers."""
     missing = -weight.shape[0] % COLUMNS
-    columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
-    return columns.unflatten(-1, (-1, 2)).transpose(1, 2).contiguous()
+    rows = functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+    return seen_as(torch.int32, rows).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
 
 
 def in_byte_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """`pack` of one weight [N, K] in bytes, which are seen as bfloat16: see `multiply.h`."""
+    """`pack` of one weight [N, K] in bytes, of which four are seen as one: see `multiply.h`."""
     missing = -weight.shape[0] % COLUMNS
     columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
     numbers, scales = rounded(columns)
     values = (numbers + LEVELS + 1).to(torch.uint8)  # 1 to 127
     values = values.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1)
-    parts = values.view(torch.bfloat16), scales.view(torch.bfloat16)
-    return torch.cat(parts, dim=1).unflatten(1, (-1, COLUMNS, 2))
+    parts = values.view(torch.int32), scales.view(torch.int32)
+    return torch.cat(parts, dim=1).unflatten(1, (-1, COLUMNS))
 
 
 def unpacked(packed: torch.Tensor, inner: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Changes to the graph of a pass, before its weights are packed: less to compute in fewer calls."""
+"""Changes to a draft's graph, before its weights are packed: less to compute in fewer calls."""
 
 import operator
 from collections import defaultdict
@@ -20,7 +20,6 @@ from torch._inductor.pattern_matcher import (
 from drafthead.backends.cpu.kernels import (  # noqa: F401
     after_pass,
     attention,
-    layer_call,
     linear,
     packing,
 )
@@ -33,15 +32,14 @@ STORED = aten.cos.default, aten.sin.default
 
 
 class Rewrites(CustomGraphPass):
-    """Products of one input become one product, and gated MLPs one function; keys that heads share
-    are read where they are; rotary positions are computed once.
+    """Products of one input become one product, and gated MLPs one function; rotary positions are
+    computed once.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Change the graph of a pass."""
+        """Change the graph of a draft."""
         join_products(graph)
         gated_halves.apply(graph)
-        share_keys(graph)
         store_rotations(graph)
         graph.eliminate_dead_code()
 
@@ -93,49 +91,6 @@ def is_in_bytes(product: Any) -> bool:
     """Whether the weights of a product are packed in bytes."""
     weights = product.args[1]
     return len(weights.args) > 2 and weights.args[2]  # torch leaves out what is the default
-
-
-# What transformers' `repeat_kv` consists of, from its result on.
-REPEAT = (
-    (aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-    (aten.clone.default,),
-    (aten.expand.default,),
-    (aten.unsqueeze.default,),
-)
-
-
-def share_keys(graph: torch.fx.Graph) -> None:
-    """Let attention read each head of keys and values once for all heads of queries.
-
-    A model that repeats them copies the whole cache in each layer of each pass.
-    """
-    for node in graph.find_nodes(op="call_function", target=ours.attend.default):
-        query, *repeated, mask, scale = node.args
-        shared = [not_repeated(each) for each in repeated]
-        if None not in shared:
-            node.args = (query, *shared, mask, scale)
-
-
-def not_repeated(node: torch.fx.Node) -> torch.fx.Node | None:
-    """x [B, G, S, D], where `node` is x[:, :, None].expand(B, G, R, S, D).reshape(B, G R, S, D)."""
-    chain = [node]
-    for targets in REPEAT:
-        if chain[-1].target not in targets:
-            return None
-        chain.append(whole(chain[-1].args[0]))
-    merged, _, expanded, single, x = (each.meta["val"].shape for each in chain)
-    fits = len(x) == 4 and single[2] == 1 and merged[1] == x[1] * expanded[2]
-    return chain[-1] if fits and chain[3].args[1] == 2 else None
-
-
-def whole(node: Any) -> torch.fx.Node:
-    """What `node` is a slice of, if that is all of it; else the node."""
-    while node.target is aten.slice.Tensor:
-        source = node.args[0]
-        if source.meta["val"].shape != node.meta["val"].shape:
-            break
-        node = source
-    return node
 
 
 def silu_times(gate: Any, up: Any) -> CallFunction:

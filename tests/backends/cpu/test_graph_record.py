@@ -187,7 +187,7 @@ def test_a_key_depends_on_every_file_whose_code_is_traced(
         described.update(found := sources(*files))
         return found
 
-    def trace(self: Compiled, key: str, reads: object, arguments: Sequence[Any]) -> Made:
+    def trace(self: Compiled, key: str, arguments: Sequence[Any]) -> Made:
         def backend(graph: torch.fx.GraphModule, _examples: object) -> Any:
             lines = "\n".join(node.stack_trace or "" for node in graph.graph.nodes)
             traced.update(map(Path, re.findall(r'File "([^"]+)"', lines)))
@@ -196,7 +196,7 @@ def test_a_key_depends_on_every_file_whose_code_is_traced(
         assert key is not None
         code = torch.compile(with_own_code(self.function), fullgraph=True, backend=backend)
         with self.around, CpuKernels(False, False):
-            return Made(self.function, code(*arguments), None)
+            return Made(self.function, code(*arguments))
 
     monkeypatch.setattr(fingerprint, "sources", noted)
     monkeypatch.setattr(Compiled, "_compiled", trace)

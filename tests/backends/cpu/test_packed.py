@@ -9,12 +9,15 @@ import torch
 from architectures import ARCHITECTURES
 from tiny import VOCAB, random_prompts
 from torch import nn
+from traced import graphs_are_traced
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
+from drafthead.backends.compiled import Compiled
 from drafthead.backends.cpu.kernels import library, operations, packing
 from drafthead.backends.cpu.packed_modules import PackedLayer, PackedLinear, PackedNorm
 from drafthead.backends.cpu.packed_target import PackedTarget, tell_of_torch
+from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.one_width import is_alike
 from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
@@ -85,9 +88,9 @@ def test_a_layer_in_one_call_computes_what_its_definition_says(has_extras) -> No
     states = numbers(2, 2, groups, 30, HEAD)
     given = numbers(2, tokens, WIDTH), cos, sin, mask.bfloat16()
     results = []
-    for layer in (torch.ops.drafthead.decoder_layer, operations.decoder_layer):
+    for layers in (torch.ops.drafthead.decoder_layers, operations.decoder_layers):
         keys, values = states.clone()
-        output = layer(*given, keys, values, torch.arange(15, 20), weights, 1e-5, 0.2)
+        output = layers(*given, [keys], [values], torch.arange(15, 20), weights, 1e-5, 0.2)
         results.append((output, keys, values))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2**-6, atol=0.05)
@@ -116,6 +119,43 @@ def test_layers_of_llamas_kind_are_one_call_with_the_same_bits(name) -> None:
     kinds = [type(part) for part in target.called.modules()]
     assert kinds.count(PackedLayer) == 2 and kinds.count(PackedLinear) == 1  # the output head
     assert nn.Linear not in kinds and PackedNorm in kinds
+    assert target.same_bits and is_alike(target)
+
+
+@pytest.mark.parametrize("taps", [(), (1,), (0, 2), (-1, 2), (3,)])
+def test_layers_whose_states_nobody_reads_are_called_together(taps, monkeypatch) -> None:
+    """Hooks read the states between them, and these are the same whatever is called together."""
+    torch.manual_seed(0)
+    target = Target(model_of("qwen3", num_hidden_layers=4)).packed()
+    assert isinstance(target, PackedTarget)
+    calls, layers = [], torch.ops.drafthead.decoder_layers
+
+    def counted(*given: object) -> torch.Tensor:
+        calls.append(len(given[4]))
+        return layers(*given)
+
+    monkeypatch.setattr(torch.ops.drafthead, "decoder_layers", counted)
+    ids = torch.arange(9, 15)[None]
+    outputs = []
+    for spec in (FeatureSpec(taps), FeatureSpec(layers=(-1, 0, 1, 2, 3))):
+        cache = target.new_cache()
+        target.begin(cache, 8)
+        mask = target.later_mask(cache, torch.arange(6))
+        calls.clear()
+        outputs.append(target.run(ids, torch.arange(6)[None], mask, spec, cache))
+        if spec.layers == taps:
+            ends = {*(max(tap, 0) + 1 for tap in taps), 4}
+            assert len(calls) == len(ends) and sum(calls) == 4, calls
+    few, all_states = outputs
+    assert torch.equal(few.logits, all_states.logits)
+    for tap, states in zip(taps, few.features.taps, strict=True):
+        assert torch.equal(states, all_states.features.taps[tap + 1])
+
+
+def test_layers_that_see_other_columns_are_called_one_by_one() -> None:
+    settings = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    target = Target(model_of("qwen3", use_sliding_window=True, **settings)).packed()
+    assert isinstance(target, PackedTarget) and type(target.layers) is nn.ModuleList
     assert target.same_bits and is_alike(target)
 
 
@@ -150,6 +190,32 @@ def test_any_draft_gives_the_text_of_plain_decoding(wide, drafter_name, make_dra
         for row, prompt in enumerate(prompts):
             expected = plain.generate(prompt, **options, seed=5 + row).sequences
             assert expected == [answers[row]], (temperature, row)
+
+
+COMPILED = ["prompt-lookup", "medusa:tree"]
+LONG_TO_COMPILE = ["eagle3:own", "parallel:own+lookup"]
+
+
+@pytest.mark.parametrize(
+    "name", [*COMPILED, *(pytest.param(n, marks=pytest.mark.thorough) for n in LONG_TO_COMPILE)]
+)
+def test_compiled_decoding_gives_the_text_of_eager_decoding(wide, name, make_drafter) -> None:
+    """Ragged rows, greedy and drawn: passes are the same, and guesses change no text."""
+    drafter = make_drafter(name, wide)
+    alone = getattr(drafter, "drafter", drafter)
+    if hasattr(alone, "head"):
+        alone.head.to(torch.bfloat16)
+    eager = decoder_for(wide, None, None, None)
+    with graphs_are_traced():
+        before = Compiled.made
+        compiled = decoder_for(wide, drafter, 6, True)
+        assert isinstance(compiled.target, PackedTarget) and compiled.target.backend.compiles
+        prompts = [prompt * (1 + 2 * row) for row, prompt in enumerate(random_prompts(3))]
+        for rows, temperature in ((prompts, 0.0), (prompts[:1], 0.8)):
+            options = {"max_new_tokens": 12, "temperature": temperature, "seed": 5}
+            expected = eager.generate(rows, **options).sequences
+            assert compiled.generate(rows, **options).sequences == expected
+        assert (Compiled.made > before) == hasattr(alone, "head")  # lookup computes nothing
 
 
 def test_weights_that_change_are_packed_again() -> None:

@@ -6,7 +6,7 @@ from bandwidth import weight_bytes
 from tiny import byte_tokenizer
 from torch import nn
 
-from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cpu.packed_target import PackedTarget
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.features import FeatureSpec
@@ -75,12 +75,12 @@ def test_greedy_answers_are_those_of_the_rounded_model(folder, make_drafter) -> 
 
 
 @torch.inference_mode()
-def test_compiled_passes_read_bytes_and_compute_the_same(make_target, tmp_path) -> None:
+def test_passes_of_our_kernels_read_bytes_and_compute_the_same(make_target, tmp_path) -> None:
     make_target(layers=1, vocab=260).model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     target = load_decoder_only(tmp_path, "int7", "cpu")
-    compiled = CompiledTarget(target)
-    if not compiled.reads_bytes:
+    compiled = target.packed()
+    if not isinstance(compiled, PackedTarget):
         pytest.skip("there are no kernels for this processor")
     logits = []
     for each in (target, compiled):

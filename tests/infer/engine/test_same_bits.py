@@ -8,7 +8,6 @@ import torch
 from tiny import BUSHY, random_prompts
 from transformers import FalconConfig, FalconForCausalLM
 
-from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.core.errors import UserError
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.one_width import OneWidthTarget
@@ -21,21 +20,6 @@ from drafthead.infer.loaded import prepared_target
 from drafthead.lab.exactness.exactness import greedy_differences
 
 PROMPTS = random_prompts(3)
-
-
-@pytest.fixture(scope="module")
-def compiled(make_target) -> CompiledTarget:
-    """Compiled for two threads; a call uses as many as torch has at its time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    model = copy.deepcopy(make_target(hidden=128, layers=1).model).to(torch.bfloat16)
-    target = CompiledTarget(Target(model))
-    if not target.same_bits:
-        pytest.skip("there are no kernels for this processor")
-    plain_logits(target, PROMPTS[0], [9])
-    tree_logits(target, PROMPTS, [[-1, 0]] * 3, torch.full((3, 2), 9))
-    torch.set_num_threads(threads)
-    return target
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +37,7 @@ def packed(make_target) -> Target:
     return target
 
 
-@pytest.fixture(params=["packed", "compiled", "one_width"])
+@pytest.fixture(params=["packed", "one_width"])
 def target(request) -> Target:
     """A target whose passes have the same bits."""
     return request.getfixturevalue(request.param)
@@ -104,7 +88,7 @@ def tree_logits(
 def test_nodes_of_trees_in_a_batch_have_the_logits_of_plain_passes(target, threads) -> None:
     chance, generator = random.Random(threads), torch.Generator().manual_seed(threads)
     torch.set_num_threads(threads)
-    for nodes in (2, 12, 40, 40, 40) if target.backend.compiles else (40,):
+    for nodes in (2, 12, 40) if target.backend.has_kernels else (40,):
         parents = [
             [-1] + [chance.randrange(max(0, node - 4), node) for node in range(1, nodes)]
             for _ in PROMPTS
@@ -132,11 +116,11 @@ def test_drafted_answers_of_a_batch_are_plain_ones(target, make_head, temperatur
         assert greedy_differences(drafted, Target(target.model), PROMPTS, 24) == []
 
 
-def test_the_promise_is_not_made_where_torch_multiplies(compiled, make_target) -> None:
-    assert compiled.same_bits and not Target(compiled.model).same_bits
-    assert not CompiledTarget(make_target()).same_bits  # float32
+def test_the_promise_is_not_made_where_torch_multiplies(packed, make_target) -> None:
+    assert packed.same_bits and not Target(packed.model).same_bits
+    assert not make_target().compiled().same_bits  # float32
     small_heads = copy.deepcopy(make_target().model).to(torch.bfloat16)
-    assert not CompiledTarget(Target(small_heads)).same_bits
+    assert not Target(small_heads).compiled().same_bits
 
 
 def test_passes_of_one_width_are_refused_where_they_do_not_help(make_target) -> None:

@@ -132,40 +132,50 @@ std::tuple<Tensor, Tensor> rotations_op(const Tensor& positions, const Tensor& f
     return {cos, sin};
 }
 
-// The output [B, T, D] of a decoder layer, see `operations.py`.
-Tensor decoder_layer_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& mask,
-                const Tensor& keys, const Tensor& values, const Tensor& columns, TensorList weights,
-                double eps, double scale) {
-    const Tensor &norm = weights[0], &qkv = weights[1], &qkv_bias = weights[2];
-    const Tensor &q_norm = weights[3], &k_norm = weights[4], &out_proj = weights[5];
-    const Tensor &out_bias = weights[6], &mlp_norm = weights[7], &gate_up = weights[8];
-    const Tensor& down = weights[9];
-    const Tensor x = hidden.contiguous();
-    const int64_t batch = x.size(0), tokens = x.size(1), width = x.size(2), rows = batch * tokens;
-    const int64_t size = keys.size(3), groups = keys.size(1), across = qkv.size(0) * 32;
+// The tensors of a decoder layer's weights, see `operations.py`.
+constexpr int64_t WEIGHTS = 10;
+struct LayerWeights {
+    const Tensor &norm, &qkv, &qkv_bias, &q_norm, &k_norm, &out, &out_bias, &mlp_norm, &gate_up,
+        &down;
+    explicit LayerWeights(const Tensor* w)
+        : norm(w[0]), qkv(w[1]), qkv_bias(w[2]), q_norm(w[3]), k_norm(w[4]), out(w[5]),
+          out_bias(w[6]), mlp_norm(w[7]), gate_up(w[8]), down(w[9]) {}
+};
+
+// What the layers of a pass have in common.
+struct Pass {
+    const Tensor &cos, &sin, &mask, &columns;
+    int64_t batch, tokens, width;
+    double eps, scale;
+};
+
+// Of a decoder layer: x [B, T, D] to out, which may be x, by way of `memory`.
+void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const Tensor& keys,
+               const Tensor& values, BFloat16* out, Tensor& memory) {
+    const int64_t tokens = pass.tokens, width = pass.width, rows = pass.batch * tokens;
+    const int64_t size = keys.size(3), groups = keys.size(1), across = w.qkv.size(0) * 32;
     const int64_t heads = across / size - 2 * groups, mixed = heads * size;
-    const int64_t inner = gate_up.size(0) * 16;
-    Tensor out = at::empty_like(x);
-    Tensor memory = at::empty({rows * (width + across + std::max(mixed, width) + inner)},
-                              x.options());
+    const int64_t inner = w.gate_up.size(0) * 16, most = std::max(mixed, width);
+    const int64_t needed = rows * (width + across + most + inner);
+    if (memory.numel() < needed) memory = at::empty({needed}, memory.options());
     BFloat16 *normed = written(memory), *states = normed + rows * width;
-    BFloat16 *attended = states + rows * across, *between = attended + rows * std::max(mixed, width);
+    BFloat16 *attended = states + rows * across, *between = attended + rows * most;
     const bool shared = rows * width > SHARED;
     #pragma omp parallel for num_threads(threads()) if (shared)
     for (int64_t r = 0; r < rows; ++r) {
-        rms_norm(read(x) + r * width, read(norm), normed + r * width, width, eps, false);
+        rms_norm(x + r * width, read(w.norm), normed + r * width, width, pass.eps, false);
     }
-    multiply_rows(normed, qkv, read_if_any(qkv_bias), states, rows, width, across);
-    const int64_t* column = columns.const_data_ptr<int64_t>();
-    const int64_t turns = cos.size(0) == 1 ? 0 : tokens;  // rows may share their positions
+    multiply_rows(normed, w.qkv, read_if_any(w.qkv_bias), states, rows, width, across);
+    const int64_t* column = pass.columns.const_data_ptr<int64_t>();
+    const int64_t turns = pass.cos.size(0) == 1 ? 0 : tokens;  // rows may share their positions
     #pragma omp parallel for num_threads(threads()) if (shared)
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t b = r / tokens, t = r % tokens, turn = (b * turns + t) * size;
-        const BFloat16 *c = read(cos) + turn, *s = read(sin) + turn;
+        const BFloat16 *c = read(pass.cos) + turn, *s = read(pass.sin) + turn;
         for (int64_t h = 0; h < heads + groups; ++h) {
             BFloat16* state = states + r * across + h * size;
-            const Tensor& its_norm = h < heads ? q_norm : k_norm;
-            if (its_norm.numel()) rms_norm(state, read(its_norm), state, size, eps, false);
+            const Tensor& its_norm = h < heads ? w.q_norm : w.k_norm;
+            if (its_norm.numel()) rms_norm(state, read(its_norm), state, size, pass.eps, false);
             BFloat16* to = state;
             if (h >= heads) {
                 to = written(keys) + b * keys.stride(0) + (h - heads) * keys.stride(1) +
@@ -179,18 +189,33 @@ Tensor decoder_layer_op(const Tensor& hidden, const Tensor& cos, const Tensor& s
             std::memcpy(to, states + r * across + (heads + groups + g) * size, size * 2);
         }
     }
-    attend_all(states, {tokens * across, size, across}, keys, values, mask, attended, batch, heads,
-               tokens, mask.size(3), scale);
-    multiply_rows(attended, out_proj, read_if_any(out_bias), normed, rows, mixed, width);
+    attend_all(states, {tokens * across, size, across}, keys, values, pass.mask, attended,
+               pass.batch, heads, tokens, pass.mask.size(3), pass.scale);
+    multiply_rows(attended, w.out, read_if_any(w.out_bias), normed, rows, mixed, width);
     #pragma omp parallel for num_threads(threads()) if (shared)
     for (int64_t r = 0; r < rows; ++r) {
-        BFloat16 *sum = attended + r * width, *its = normed + r * width;
-        add(read(x) + r * width, its, written(out) + r * width, width);
-        rms_norm(written(out) + r * width, read(mlp_norm), sum, width, eps, false);
+        BFloat16 *sum = attended + r * width, *its = normed + r * width, *to = out + r * width;
+        add(x + r * width, its, to, width);
+        rms_norm(to, read(w.mlp_norm), sum, width, pass.eps, false);
     }
-    gate_rows(attended, gate_up, between, rows, width, inner);
-    multiply_rows(between, down, nullptr, normed, rows, inner, width);
-    add(written(out), normed, written(out), rows * width);
+    gate_rows(attended, w.gate_up, between, rows, width, inner);
+    multiply_rows(between, w.down, nullptr, normed, rows, inner, width);
+    add(out, normed, out, rows * width);
+}
+
+// The output [B, T, D] of decoder layers that follow each other, see `operations.py`.
+Tensor decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin,
+                         const Tensor& mask, TensorList keys, TensorList values,
+                         const Tensor& columns, TensorList weights, double eps, double scale) {
+    const Tensor first = hidden.contiguous();
+    const Pass pass{cos, sin, mask, columns, first.size(0), first.size(1), first.size(2), eps, scale};
+    Tensor out = at::empty_like(first), memory = at::empty({0}, first.options());
+    const BFloat16* x = read(first);
+    for (size_t layer = 0; layer < keys.size(); ++layer) {
+        const LayerWeights its(weights.data() + layer * WEIGHTS);
+        run_layer(pass, its, x, keys[layer], values[layer], written(out), memory);
+        x = read(out);
+    }
     return out;
 }
 
@@ -247,7 +272,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("attend", TORCH_FN(attend_op));
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
-    m.impl("decoder_layer", TORCH_FN(decoder_layer_op));
+    m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
     m.impl("top", TORCH_FN(top_op));
     m.impl("draw", TORCH_FN(draw_op));
     m.impl("move_columns", TORCH_FN(move_columns_op));

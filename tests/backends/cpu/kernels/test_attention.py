@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cpu.kernels import library
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
@@ -69,12 +68,12 @@ def test_a_query_has_the_same_bits_alone_and_among_others() -> None:
         assert torch.equal(torch.ops.drafthead.attend(*part, 0.1), together[:, :, :count])
 
 
-def test_compiled_bfloat16_passes_are_as_near_to_float32_as_eager_ones(make_target) -> None:
+def test_bfloat16_passes_of_our_kernels_are_as_near_to_float32_as_eager_ones(make_target) -> None:
     """Passes over one token and over several, after the same text."""
     exact = make_target(hidden=128)
     rounded = Target(copy.deepcopy(exact.model).to(torch.bfloat16))
     logits = []
-    for target in (exact, rounded, CompiledTarget(rounded)):
+    for target in (exact, rounded, rounded.packed()):
         request, nothing = endless([list(range(8, 30))], 1), FeatureSpec((), last=False)
         stepper = greedy_stepper(target, request, nothing, 16)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Prompts read by compiled passes: for bfloat16 on processors that have our kernels."""
+"""Prompts read by our kernels: for bfloat16 on processors that have them."""
 
 import copy
 
@@ -8,7 +8,6 @@ from tiny import random_prompts
 from traced import graphs_are_traced
 
 from drafthead.backends.compiled import Compiled
-from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -26,8 +25,8 @@ def exact(make_target) -> Target:
 
 
 @pytest.fixture(scope="module")
-def compiled(exact) -> CompiledTarget:
-    found = CompiledTarget(Target(copy.deepcopy(exact.model).to(torch.bfloat16)))
+def packed(exact) -> Target:
+    found = Target(copy.deepcopy(exact.model).to(torch.bfloat16)).packed()
     if not found.reads_rows_alone:
         pytest.skip("there are no kernels for this processor")
     return found
@@ -39,45 +38,34 @@ def read(target: Target, prompts: list[list[int]], chunk: int = 1024):
     return *prefill(target, *padded(prompts, target.device), SPEC, cache, 4, chunk), cache
 
 
-def test_states_are_as_near_to_float32_as_those_of_eager_passes(exact, compiled) -> None:
-    rounded = Target(compiled.model)
-    wanted, eager, found = (
-        read(target, PROMPTS)[1].float() for target in (exact, rounded, compiled)
-    )
+def test_states_are_as_near_to_float32_as_those_of_eager_passes(exact, packed) -> None:
+    rounded = Target(packed.model)
+    wanted, eager, found = (read(target, PROMPTS)[1].float() for target in (exact, rounded, packed))
     assert 0 < (found - wanted).norm() < 1.2 * (eager - wanted).norm()
 
 
-def test_states_have_the_same_bits_whatever_is_read_beside_or_before(compiled) -> None:
+def test_states_have_the_same_bits_whatever_is_read_beside_or_before(packed) -> None:
     """A prompt alone and among others, at once and in chunks."""
-    features, hidden, cache = read(compiled, PROMPTS)
+    features, hidden, cache = read(packed, PROMPTS)
     for row, prompt in enumerate(PROMPTS):
         for chunk in (1024, 2, 1):
-            alone, end, own = read(compiled, [prompt], chunk)
+            alone, end, own = read(packed, [prompt], chunk)
             used = slice(0, len(prompt))
             assert torch.equal(end[0], hidden[row])
             assert torch.equal(alone.taps[0][0], features.taps[0][row, used])
             assert torch.equal(own.keys[1][0, :, used], cache.keys[1][row, :, used])
 
 
-def test_logits_after_a_prompt_have_the_same_bits_alone_and_in_a_batch(compiled) -> None:
-    hidden = read(compiled, PROMPTS)[1]
-    logits = compiled.next_logits(hidden)
+def test_logits_after_a_prompt_have_the_same_bits_alone_and_in_a_batch(packed) -> None:
+    hidden = read(packed, PROMPTS)[1]
+    logits = packed.next_logits(hidden)
     for row in range(len(PROMPTS)):
-        assert torch.equal(compiled.next_logits(hidden[row : row + 1])[0], logits[row])
+        assert torch.equal(packed.next_logits(hidden[row : row + 1])[0], logits[row])
 
 
-def test_prompts_of_other_lengths_need_no_other_graph(compiled) -> None:
-    read(compiled, PROMPTS)
-    before = Compiled.made
-    for chunk in (3, 1024):
-        read(compiled, random_prompts(9), chunk)
-        read(compiled, [[9] * 300], chunk)
-    assert Compiled.made == before
-
-
-def test_a_head_reads_prompts_of_other_lengths_with_the_same_graph(compiled, make_head) -> None:
+def test_a_head_reads_prompts_of_other_lengths_with_the_same_graph(packed, make_head) -> None:
     with graphs_are_traced():
-        target = CompiledTarget(Target(compiled.model))
+        target = Target(packed.model).compiled()
         drafter = drafter_for(make_head("eagle3", target).to(torch.bfloat16), target, None)
         drafter.compile()
         decoder = Decoder(target, drafter, Budget(3, 2))

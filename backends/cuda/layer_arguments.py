@@ -23,10 +23,6 @@ class UnlikeError(Exception):
     """Layers that cannot be compiled as one."""
 
 
-class LastLayerError(Exception):
-    """The last layer has run: no error, but it ends the pass."""
-
-
 class OneLayer(StepCache):
     """A layer's part of a cache, whatever number the layer has."""
 
@@ -55,15 +51,6 @@ class LayerTensors(NamedTuple):
     def flat(self) -> list[torch.Tensor]:
         """All of them in one list."""
         return [self.hidden, self.keys, self.values, self.columns, *self.others]
-
-
-class LayerCall(NamedTuple):
-    """One layer's call in a pass."""
-
-    form: Form  # of its arguments
-    tensors: LayerTensors
-    output: torch.Tensor  # [B, T, D]
-    in_tuple: bool  # whether the layer returns (output,)
 
 
 def tensors_of(number: int, arguments: Any) -> LayerTensors:
@@ -125,44 +112,6 @@ def filled(form: Form, tensors: Iterator[torch.Tensor], cache: StepCache) -> Any
     return tuple(values) if kind == "tuple" else values
 
 
-class LayerFunction:
-    """A layer as a function of tensors."""
-
-    def __init__(self, layer: nn.Module, form: Form, mask: int):
-        """`mask` is the place among the other tensors of one whose last size is that of the pass's
-        columns.
-        """
-        self.layer, self.form, self.mask = layer, form, mask
-
-    def run(
-        self,
-        hidden: torch.Tensor,  # [B, T, D]
-        keys: torch.Tensor,  # [B, H, capacity, D]
-        values: torch.Tensor,
-        columns: torch.Tensor,  # [T]
-        others: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """The layer's output [B, T, D]; its keys and values are written to the cache."""
-        cache = OneLayer([keys], [values], columns, others[self.mask].shape[-1])
-        args, kwargs = filled(self.form, iter((hidden, *others)), cache)
-        output = self.layer(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
-
-
-def copied(tensors: LayerTensors) -> LayerTensors:
-    """The tensors as they are now, in the layout that compiled passes give them.
-
-    Raises UnlikeError for a cache of another layout, whose copy would be written to.
-    """
-    if not (tensors.keys.is_contiguous() and tensors.values.is_contiguous()):
-        raise UnlikeError("keys and values are not contiguous")
-    hidden, columns, *others = (
-        tensor.clone(memory_format=torch.contiguous_format)
-        for tensor in (tensors.hidden, tensors.columns, *tensors.others)
-    )
-    return tensors._replace(hidden=hidden, columns=columns, others=tuple(others))
-
-
 @contextmanager
 def replaced(
     layers: Sequence[nn.Module], make: Callable[[int, Callable[..., Any]], Callable[..., Any]]
@@ -187,39 +136,3 @@ def in_place_of(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[
         return own(*args, **kwargs)
 
     return call
-
-
-def recorded(layers: Sequence[nn.Module], run: Callable[[], Any]) -> list[LayerCall]:
-    """The calls of all layers in a pass, which ends with the last of them.
-
-    Raises UnlikeError where layers run in another order, several times or not at all.
-    """
-    calls: list[LayerCall] = []
-
-    def make(number: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward function that notes its calls."""
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            """What the layer's `own` forward function returns."""
-            if number != len(calls):
-                raise UnlikeError("layers do not run one after the other")
-            given = (args, kwargs)
-            tensors = copied(tensors_of(number, given))
-            output = own(*args, **kwargs)
-            in_tuple = isinstance(output, tuple)
-            hidden = output[0] if in_tuple else output
-            if (in_tuple and len(output) > 1) or hidden.shape != tensors.hidden.shape:
-                raise UnlikeError("a layer returns more than its hidden state")
-            calls.append(LayerCall(form_of(given), tensors, hidden.clone(), in_tuple))
-            if len(calls) == len(layers):
-                raise LastLayerError
-            return output
-
-        return noted
-
-    with replaced(layers, make):
-        try:
-            run()
-        except LastLayerError:
-            return calls
-    raise UnlikeError("layers do not run one after the other")
