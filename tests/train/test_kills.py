@@ -33,6 +33,7 @@ from drafthead.train.prompts import invention
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parents[2]
+UNFINISHED = 4  # lines at most, of a batch or after the last state
 PAUSE = 0.005  # seconds a batch of what makes its answers up
 BATCHES = replace(SETTINGS, batch_size=3)
 CUT_LEFT_OUT = replace(BATCHES, drop_cut=True, max_new_tokens=8)
@@ -131,9 +132,10 @@ def killed_after_some_lines(writer: Writer, folder: Path, pause: float) -> bool:
     before = writer.progress(folder)
     child, _ = forked(lambda: writer.write(folder))
     deadline = time.monotonic() + 60
-    while writer.progress(folder) <= before:
+    while (lines := writer.progress(folder)) <= before:
         if ended(child):
             return True
+        assert lines >= before - UNFINISHED, "what was finished is kept"
         assert time.monotonic() < deadline, "nothing is written"
         time.sleep(0.001)
     time.sleep(pause)
