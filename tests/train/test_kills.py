@@ -54,6 +54,7 @@ class Writer:
     output: str
     lines: str = ""  # the file that grows, where that is not the output
     on_full_disk: tuple[object, str] | None = None  # what then fails, if it is named here
+    is_torn: bool = False  # whether a kill within a write, which is seldom, is made of each kill
 
     def kept(self, folder: Path) -> object:
         """All that a run leaves, but for times."""
@@ -98,7 +99,7 @@ def distilling(decoder: type, settings: object, shard: Shard | None = None) -> W
         made = decoder(delay=PAUSE)
         return distilled(made, asked(60), folder / "answers.jsonl", settings, shard=shard)
 
-    return Writer(write, output)
+    return Writer(write, output, is_torn=True)
 
 
 def invented(folder: Path) -> object:
@@ -167,6 +168,9 @@ def test_what_was_killed_is_written_as_if_nothing_had_been(
     found: list[int] = []
     while len(found) < 4 and not killed_after_some_lines(writer, killed, moments.uniform(0, 0.02)):
         found.append(writer.progress(killed))
+        if writer.is_torn:
+            path = killed / writer.output
+            path.write_bytes(path.read_bytes()[:-20])
     assert len(found) >= 2, "it has to be killed in its midst"
     writer.write(killed)
     assert writer.kept(killed) == expected
