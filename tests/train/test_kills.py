@@ -33,6 +33,7 @@ from drafthead.train.prompts import invention
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parents[2]
+UNFINISHED = 4  # lines at most, of a batch or after the last state
 PAUSE = 0.005  # seconds a batch of what makes its answers up
 BATCHES = replace(SETTINGS, batch_size=3)
 CUT_LEFT_OUT = replace(BATCHES, drop_cut=True, max_new_tokens=8)
@@ -53,6 +54,7 @@ class Writer:
     output: str
     lines: str = ""  # the file that grows, where that is not the output
     on_full_disk: tuple[object, str] | None = None  # what then fails, if it is named here
+    is_torn: bool = False  # whether a kill within a write, which is seldom, is made of each kill
 
     def kept(self, folder: Path) -> object:
         """All that a run leaves, but for times."""
@@ -97,7 +99,7 @@ def distilling(decoder: type, settings: object, shard: Shard | None = None) -> W
         made = decoder(delay=PAUSE)
         return distilled(made, asked(60), folder / "answers.jsonl", settings, shard=shard)
 
-    return Writer(write, output)
+    return Writer(write, output, is_torn=True)
 
 
 def invented(folder: Path) -> object:
@@ -131,9 +133,10 @@ def killed_after_some_lines(writer: Writer, folder: Path, pause: float) -> bool:
     before = writer.progress(folder)
     child, _ = forked(lambda: writer.write(folder))
     deadline = time.monotonic() + 60
-    while writer.progress(folder) <= before:
+    while (lines := writer.progress(folder)) <= before:
         if ended(child):
             return True
+        assert lines >= before - UNFINISHED, "what was finished is kept"
         assert time.monotonic() < deadline, "nothing is written"
         time.sleep(0.001)
     time.sleep(pause)
@@ -165,6 +168,9 @@ def test_what_was_killed_is_written_as_if_nothing_had_been(
     found: list[int] = []
     while len(found) < 4 and not killed_after_some_lines(writer, killed, moments.uniform(0, 0.02)):
         found.append(writer.progress(killed))
+        if writer.is_torn:
+            path = killed / writer.output
+            path.write_bytes(path.read_bytes()[:-20])
     assert len(found) >= 2, "it has to be killed in its midst"
     writer.write(killed)
     assert writer.kept(killed) == expected
