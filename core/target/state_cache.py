@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.kv_cache.column_cache import ColumnCache, Mover, move_columns
-from drafthead.core.target.tree_cache import Place, TreeCache
+from drafthead.core.target.tree_cache import Places, TreeCache
 
 Slot = tuple[int, int]  # a layer, and which of its states
 States = dict[Slot, torch.Tensor]  # [B, ...]
@@ -346,8 +346,8 @@ class StateCache(TreeCache):
         number = self.numbers_of[layer_idx] if self.keys else layer_idx
         return super().update(key_states, value_states, number)
 
-    def place(self, layer_idx: int, tokens: int) -> Place:
-        return super().place(self.numbers_of[layer_idx], tokens)
+    def places(self, layers: Sequence[int], tokens: int) -> Places:
+        return super().places([self.numbers_of[layer] for layer in layers], tokens)
 
 
 def parents_of(visible: torch.Tensor) -> torch.Tensor:
