@@ -13,17 +13,17 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-from drafthead.core.sampling import RowRandom, arrival_times, kept_of_sorted
+from drafthead.core.sampling import LEAST_TOP_P, RowRandom, arrival_times, kept_of_sorted
 
 # The dimensions of `NextDraws`, see `heads.dims`.
-DRAWS = ("B .", ".")
+DRAWS = ("B .", "B .")
 
 
 class NextDraws(NamedTuple):
     """What a draft can know of the target's next draws. Tensors alone, for compiled drafts."""
 
     keys: torch.Tensor  # [B, K] of the races, place d for the children of nodes of depth d
-    settings: torch.Tensor  # [4] of the draft's law, see `SamplingConfig.settings`
+    settings: torch.Tensor  # [B, 4] of the draft's laws, see `SamplingConfig.settings`
 
     def padded(self, depths: int) -> "NextDraws":
         """These draws with keys for `depths` depths; those that are added are no races at all."""
@@ -45,8 +45,24 @@ class NextDraws(NamedTuple):
         """
         keys = self.keys[:, depth]
         keys = keys.view(*keys.shape, *[1] * (ids.dim() - 1 - keys.dim()))
-        kept = kept_of_sorted(logits.float() / self.settings[0], self.settings)
-        return kept - arrival_times(keys, ids).log()
+        scores = logits.float() / self.temperature(logits.dim())
+        # A greedy row needs more guesses than the one token that its draft would choose.
+        kept = torch.where(self.certain(ids.dim()), scores, kept_of_sorted(scores, self.settings))
+        return self.raced(kept, keys, ids)
+
+    def temperature(self, dims: int) -> torch.Tensor:
+        """The temperature of each row [B, 1, ...], with `dims` dimensions."""
+        return self.settings[:, 0].view(-1, *[1] * (dims - 1))
+
+    def certain(self, dims: int) -> torch.Tensor:
+        """Which rows are greedy [B, 1, ...], with `dims` dimensions."""
+        return self.settings[:, 2].view(-1, *[1] * (dims - 1)) < 2 * LEAST_TOP_P
+
+    def raced(self, scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Scores [B, ..., k] minus logarithms of the arrival times of ids [B, ..., k], by keys
+        [B, ...]; those of greedy rows as they are.
+        """
+        return scores - arrival_times(keys, ids).log().masked_fill(self.certain(ids.dim()), 0)
 
     def best(
         self,

@@ -16,7 +16,7 @@ import torch
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.core.host import to_host
-from drafthead.core.sampling import SamplingConfig
+from drafthead.core.sampling import Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import GuessTree, token_tree
 from drafthead.core.trees.recipe import Proposal, known
@@ -67,7 +67,7 @@ class WithLookupSession(DraftSession):
         self.session.commit(committed)
         self.lookup.commit(committed)
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         """The drafter's tree, with what lookup has found; or lookup's alone.
 
         Where lookup takes part a draft does not stop early: nodes that it leaves free are lookup's,

@@ -10,7 +10,7 @@ from drafthead.core.coupling import DRAWS, Choice, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
 from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
-from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
@@ -269,7 +269,7 @@ class ParallelSession(LateReader, OnDevice):
         self.before = at_last(fused, lengths)
 
     @torch.no_grad()
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         self.cache.settle()
         if isinstance(random, RowRandom) or self.drafter.fixed is not None:
             return self._filled(budget, sampling, random)
@@ -325,7 +325,7 @@ class ParallelSession(LateReader, OnDevice):
         self.before = drafted.before
         return drafted.tables
 
-    def _filled(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def _filled(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
         hidden, logits = self._passed(self.drafter.block)
         assert self.roots is not None
