@@ -10,13 +10,15 @@ arXiv 2411.04975, decides it by a threshold).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 
 from drafthead.core.coupling import Choice, NextDraws
-from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.core.host import to_host
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, OnDevice
+from drafthead.core.host import to_device, to_host
 from drafthead.core.sampling import Sampling
+from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import GuessTree, token_tree
 from drafthead.core.trees.recipe import Proposal, known
@@ -24,6 +26,14 @@ from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
+from drafthead.infer.drafters.lookup_on_device import (
+    ADVANCED,
+    WITH_CHAIN,
+    Text,
+    advanced,
+    text_of,
+    with_chain,
+)
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 
 
@@ -47,9 +57,16 @@ class WithLookup(Drafter):
 
     def compile(self, target: Target | None = None) -> None:
         self.drafter.compile(target)
+        prompt_alone = isinstance(self.lookup, PromptLookup)  # a table is on the host
+        if target is not None and target.memory is not None and prompt_alone:
+            self.on_device = self.drafter.on_device
+        if self.on_device and target is not None:
+            self.advanced = target.backend.compile(advanced, ADVANCED, ())
+            self.with_chain = target.backend.compile(with_chain, WITH_CHAIN, ())
+            self.budgets = self.drafter.budgets  # free drafts would wait for tokens at each step
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        return WithLookupSession(self, prompts, lengths)
+        return (LookupOnDevice if self.on_device else WithLookupSession)(self, prompts, lengths)
 
 
 class WithLookupSession(DraftSession):
@@ -81,6 +98,73 @@ class WithLookupSession(DraftSession):
             return self.session.propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
         return merged(tree, found.trees, budget.nodes)
+
+
+class LookupOnDevice(WithLookupSession, OnDevice):
+    """The same where steps are recorded: no draft waits for the tokens of the step before it.
+
+    The host's histories learn late which matches were right, and what they know is brought to the
+    device when rows change.
+    """
+
+    def __init__(self, drafter: WithLookup, prompts: torch.Tensor, lengths: torch.Tensor):
+        super().__init__(drafter, prompts, lengths)
+        self.text: Text | None = None  # of the histories, and what is `unread`
+        self.logs: torch.Tensor | None = None  # [LONGEST] see `MatchRecord`
+        self.room = 0  # columns of the text that are certainly free
+        self.unread: list[Committed] = []  # by the host's histories
+
+    def commit(self, committed: Committed) -> None:
+        self.session.commit(committed)
+        # Without features, whose memory is the next step's.
+        self.unread.append(replace(committed, features=Features(None), known_ends=None, cache=None))
+        self.settle(wait=committed.late is None)
+        if committed.late is None:
+            self.logs = None  # brought again with what has been learnt
+        self.room -= committed.tokens.shape[1]
+        if self.text is not None and self.room >= 0:
+            self.text = self.drafter.advanced(self.text, committed.tokens, committed.lengths)
+        else:
+            self.text = None
+
+    def settle(self, wait: bool = True) -> None:
+        """Let histories read what was committed; without `wait` what the host knows."""
+        while self.unread and (wait or (late := self.unread[0].late) is None or late.known):
+            self.lookup.commit(self.unread.pop(0))
+
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
+        if budget.depth == 0 or not (sampling.greedy or isinstance(random, NextDraws)):
+            self.settle()
+            return super().propose(budget, sampling, random)
+        tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
+        assert tree.scores is not None
+        device, lookup = tree.tokens.device, self.drafter.lookup
+        if self.text is None:
+            self.settle()
+            self.text = text_of(self.lookup.histories, device)
+            longest = max(len(past.tokens) for past in self.lookup.histories)
+            self.room = self.text.tokens.shape[1] - 1 - longest
+        if self.logs is None:
+            self.logs = to_device(lookup.matches.logs, device, torch.float64)
+        form = tree.tokens, tree.parents, tree.ancestors, tree.scores.expand(tree.tokens.shape)
+        both = self.drafter.with_chain(self.text, self.logs, *form, budget.nodes, LEAST_NGRAM)
+        return TokenTree(*both, budget.nodes - 1, budget.nodes - 1)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self.settle()
+        self.text = None
+        super().keep_rows(rows)
+
+    def join_rows(self, other: Self, order: Sequence[int]) -> None:
+        for session in (self, other):
+            session.settle()
+        self.text = None
+        super().join_rows(other, order)
+
+    def cut(self, length: int) -> None:
+        self.settle()
+        self.text = None
+        super().cut(length)
 
 
 def learns_answers(drafter: Drafter | None) -> bool:

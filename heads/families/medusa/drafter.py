@@ -50,6 +50,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     step's graph.
     """
 
+    on_device = True
+
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
         super().__init__(head, target, shape)

@@ -90,6 +90,8 @@ class Growing(NamedTuple):
 class ParallelDrafter(HeadDrafter[ParallelHead]):
     """A block-parallel head on its most probable trees, or on static ones."""
 
+    on_device = True
+
     def __init__(self, head: ParallelHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the block."""
         super().__init__(head, target, shape, tree_budgets(head.depth))

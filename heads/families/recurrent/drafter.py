@@ -203,6 +203,8 @@ class RecurrentDrafter(RecurrentPasses):
     The static trees are the fixed one, or those grown from measured paths.
     """
 
+    on_device = True
+
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         return RecurrentSession(self, rows=len(lengths))
 
