@@ -45,24 +45,16 @@ class NextDraws(NamedTuple):
         """
         keys = self.keys[:, depth]
         keys = keys.view(*keys.shape, *[1] * (ids.dim() - 1 - keys.dim()))
-        scores = logits.float() / self.temperature(logits.dim())
+        temperature, is_greedy = self.of_rows(logits.dim())
+        scores = logits.float() / temperature
         # A greedy row needs more guesses than the one token that its draft would choose.
-        kept = torch.where(self.certain(ids.dim()), scores, kept_of_sorted(scores, self.settings))
-        return self.raced(kept, keys, ids)
+        kept = torch.where(is_greedy, scores, kept_of_sorted(scores, self.settings))
+        return kept - arrival_times(keys, ids).log().masked_fill(is_greedy, 0)
 
-    def temperature(self, dims: int) -> torch.Tensor:
-        """The temperature of each row [B, 1, ...], with `dims` dimensions."""
-        return self.settings[:, 0].view(-1, *[1] * (dims - 1))
-
-    def certain(self, dims: int) -> torch.Tensor:
-        """Which rows are greedy [B, 1, ...], with `dims` dimensions."""
-        return self.settings[:, 2].view(-1, *[1] * (dims - 1)) < 2 * LEAST_TOP_P
-
-    def raced(self, scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Scores [B, ..., k] minus logarithms of the arrival times of ids [B, ..., k], by keys
-        [B, ...]; those of greedy rows as they are.
-        """
-        return scores - arrival_times(keys, ids).log().masked_fill(self.certain(ids.dim()), 0)
+    def of_rows(self, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's temperature, and whether it is greedy: [B, 1, ...], with `dims` dimensions."""
+        by_row = self.settings.view(-1, *[1] * (dims - 1), 4)
+        return by_row[..., 0], by_row[..., 2] < 2 * LEAST_TOP_P
 
     def best(
         self,

@@ -353,13 +353,11 @@ class Recording:
         self.filled: list[tuple[torch.Tensor, int] | None] = [None] * len(leaves)
         self._fill(leaves)
         rest = iter(places)
-        self.function, self.given = (
-            function,
-            [
-                argument if number in held else rebuilt(argument, lambda _: next(rest))
-                for number, argument in enumerate(arguments)
-            ],
-        )
+        self.given = [
+            argument if number in held else rebuilt(argument, lambda _: next(rest))
+            for number, argument in enumerate(arguments)
+        ]
+        self.function = function
         function(*self.given)  # at its places, whose kind compiled code depends on
 
     def capture(self, capture: Capture) -> None:

@@ -60,7 +60,8 @@ def advanced(
     until when it would go on; following these from match to match ends at the last one.
     """
     width, steps = text.tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
-    ends, is_new = text.lengths[:, None] + steps + 1, steps < counts[:, None]  # [B, T]
+    is_new = steps < counts[:, None]  # [B, T]
+    ends = (text.lengths[:, None] + steps + 1).clamp_max(width - 1)  # of padding maybe beyond
     table = text.tokens.scatter(1, torch.where(is_new, ends - 1, width - 1), tokens)
     found, lengths = last_occurrences(table, ends)
     places = torch.cat([text.places[:, None], found], 1)  # [B, 1 + T] of match j, after j tokens
@@ -107,8 +108,8 @@ def last_occurrences(
         size = size + runs
     # The longest n-gram first, and of its occurrences the last.
     found = torch.where(size > 0, size * width + places, 0).amax(-1) % width
-    back = torch.arange(1, LONGEST + 1, device=table.device)
-    here, there = found[..., None] - back, (ends[..., None] - back).clamp_min(0)  # [B, T, LONGEST]
+    backs = torch.arange(1, LONGEST + 1, device=table.device)
+    here, there = found[..., None] - backs, (ends[..., None] - backs).clamp_min(0)
     pairs = [table.gather(1, at.flatten(1)).view(at.shape) for at in (here.clamp_min(0), there)]
     return found, ((pairs[0] == pairs[1]) & (here >= 0)).long().cumprod(-1).sum(-1)
 

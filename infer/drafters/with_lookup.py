@@ -25,15 +25,8 @@ from drafthead.core.trees.recipe import Proposal, known
 from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
+from drafthead.infer.drafters import lookup_on_device as on_device
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
-from drafthead.infer.drafters.lookup_on_device import (
-    ADVANCED,
-    WITH_CHAIN,
-    Text,
-    advanced,
-    text_of,
-    with_chain,
-)
 from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
 
 
@@ -57,12 +50,13 @@ class WithLookup(Drafter):
 
     def compile(self, target: Target | None = None) -> None:
         self.drafter.compile(target)
-        prompt_alone = isinstance(self.lookup, PromptLookup)  # a table is on the host
-        if target is not None and target.memory is not None and prompt_alone:
-            self.on_device = self.drafter.on_device
-        if self.on_device and target is not None:
-            self.advanced = target.backend.compile(advanced, ADVANCED, ())
-            self.with_chain = target.backend.compile(with_chain, WITH_CHAIN, ())
+        if target is None or target.memory is None or isinstance(self.lookup, StoreLookup):
+            return  # a table of n-grams is on the host
+        self.on_device = self.drafter.on_device
+        if self.on_device:
+            compile, functions = target.backend.compile, on_device
+            self.advanced = compile(functions.advanced, functions.ADVANCED, ())
+            self.with_chain = compile(functions.with_chain, functions.WITH_CHAIN, ())
             self.budgets = self.drafter.budgets  # free drafts would wait for tokens at each step
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
@@ -109,28 +103,29 @@ class LookupOnDevice(WithLookupSession, OnDevice):
 
     def __init__(self, drafter: WithLookup, prompts: torch.Tensor, lengths: torch.Tensor):
         super().__init__(drafter, prompts, lengths)
-        self.text: Text | None = None  # of the histories, and what is `unread`
+        self.text: on_device.Text | None = None  # of the histories, and what is `unread`
         self.logs: torch.Tensor | None = None  # [LONGEST] see `MatchRecord`
-        self.room = 0  # columns of the text that are certainly free
         self.unread: list[Committed] = []  # by the host's histories
 
     def commit(self, committed: Committed) -> None:
         self.session.commit(committed)
         # Without features, whose memory is the next step's.
         self.unread.append(replace(committed, features=Features(None), known_ends=None, cache=None))
-        self.settle(wait=committed.late is None)
         if committed.late is None:
             self.logs = None  # brought again with what has been learnt
-        self.room -= committed.tokens.shape[1]
-        if self.text is not None and self.room >= 0:
-            self.text = self.drafter.advanced(self.text, committed.tokens, committed.lengths)
-        else:
-            self.text = None
-
-    def settle(self, wait: bool = True) -> None:
-        """Let histories read what was committed; without `wait` what the host knows."""
-        while self.unread and (wait or (late := self.unread[0].late) is None or late.known):
+        while self.unread and (self.unread[0].late is None or self.unread[0].late.known):
             self.lookup.commit(self.unread.pop(0))
+        longest = max(len(past.tokens) for past in self.lookup.histories)
+        longest += sum(each.tokens.shape[1] for each in self.unread)  # or less
+        fits = self.text is not None and longest < self.text.tokens.shape[1]
+        text = self.text if fits else None
+        self.text = text and self.drafter.advanced(text, committed.tokens, committed.lengths)
+
+    def settle(self) -> None:
+        """Let the histories read all that was committed; the device will have them again."""
+        while self.unread:
+            self.lookup.commit(self.unread.pop(0))
+        self.text = None
 
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         if budget.depth == 0 or not (sampling.greedy or isinstance(random, NextDraws)):
@@ -141,29 +136,26 @@ class LookupOnDevice(WithLookupSession, OnDevice):
         device, lookup = tree.tokens.device, self.drafter.lookup
         if self.text is None:
             self.settle()
-            self.text = text_of(self.lookup.histories, device)
-            longest = max(len(past.tokens) for past in self.lookup.histories)
-            self.room = self.text.tokens.shape[1] - 1 - longest
+            self.text = on_device.text_of(self.lookup.histories, device)
         if self.logs is None:
             self.logs = to_device(lookup.matches.logs, device, torch.float64)
         form = tree.tokens, tree.parents, tree.ancestors, tree.scores.expand(tree.tokens.shape)
-        both = self.drafter.with_chain(self.text, self.logs, *form, budget.nodes, LEAST_NGRAM)
-        return TokenTree(*both, budget.nodes - 1, budget.nodes - 1)
+        given = self.text, self.logs, *form, budget.nodes, LEAST_NGRAM
+        tokens, parents, depths, ancestors = self.drafter.with_chain(*given)
+        most = budget.nodes - 1
+        return TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.settle()
-        self.text = None
         super().keep_rows(rows)
 
     def join_rows(self, other: Self, order: Sequence[int]) -> None:
-        for session in (self, other):
-            session.settle()
-        self.text = None
+        self.settle()
+        other.settle()
         super().join_rows(other, order)
 
     def cut(self, length: int) -> None:
         self.settle()
-        self.text = None
         super().cut(length)
 
 

@@ -235,7 +235,7 @@ class Request(DecodeOptions):
     @property
     def sampling_by_row(self) -> Sequence[SamplingConfig]:
         """How each prompt's answer is sampled."""
-        return self.own_sampling or [self.sampling] * len(self.prompts)
+        return self.own_sampling or [self.sampling] * len(self.limits)
 
     def draft_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """How a draft's logits become the distribution that children of such a row are drawn from.

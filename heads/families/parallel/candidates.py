@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drafthead.core.coupling import NextDraws
-from drafthead.core.sampling import DRAFT_SUPPORT
+from drafthead.core.sampling import DRAFT_SUPPORT, arrival_times
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.dynamic import TreeGrowth
@@ -121,8 +121,10 @@ class Candidates:
             # In float32: a CPU multiplies small 16-bit matrices many times slower.
             outputs = block.correction.output.weight[guesses].float().mT
         if draws is not None:  # so that `log_probs` after any parent are those of `draws.best`
-            base = draws.raced(base / draws.temperature(3), draws.keys, ids)
-            outputs = None if outputs is None else outputs / draws.temperature(4)
+            temperature, is_greedy = draws.of_rows(3)
+            times = arrival_times(draws.keys, ids).log().masked_fill(is_greedy, 0)
+            base = base / temperature - times
+            outputs = None if outputs is None else outputs / temperature[..., None]
         return cls(block, ids, base, outputs)
 
     def at(self, depth: int) -> list[torch.Tensor | None]:

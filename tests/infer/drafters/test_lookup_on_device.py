@@ -11,6 +11,7 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.core.host import to_device
 from drafthead.core.trees.tree import PADDING, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer.drafters import lookup_on_device
 from drafthead.infer.drafters.lookup import (
     FIRST_SHARES,
     LONGEST,
@@ -73,6 +74,12 @@ def test_matches_go_on_as_those_of_the_host(seed: int) -> None:
             assert text.tokens[row, : text.lengths[row]].tolist() == past.tokens
         longest = max(longest, *text.matched.tolist())
     assert longest == LONGEST
+    most = text.tokens.shape[1] - 1 - int(text.lengths.max())  # free columns, fewer than padding
+    tokens = torch.tensor([past.guess or 0 for past in texts])[:, None].expand(5, most + 9)
+    text = advanced(text, tokens.contiguous(), torch.ones(5, dtype=torch.long))
+    for past, token in zip(texts, tokens[:, 0].tolist(), strict=True):
+        past.append(token)
+    assert pairs(text) == [state_of(past) for past in texts]
 
 
 def random_tree(chance: random.Random, texts: list[History], nodes: int) -> TokenTree:
@@ -130,6 +137,7 @@ def test_no_draft_waits_for_tokens_and_no_text_changes(
     name: str, law: dict, target, make_drafter, monkeypatch
 ) -> None:
     rehearse(monkeypatch)
+    monkeypatch.setattr(lookup_on_device, "ROOM", 20)  # texts are brought again
     ahead, lead_on = [], stepper.Stepper.lead_on
     monkeypatch.setattr(
         stepper.Stepper, "lead_on", lambda *given: (ahead.append(1), lead_on(*given))
