@@ -220,7 +220,6 @@ class Drafter(ABC):
     # benchmarks/rules.py. Another one than `match` has to accept clearly more: it does not run in
     # the graph of a step, and its trees cannot change their size from step to step.
     sampling_rule: str = "match"
-    on_device = False  # whether sessions are `OnDevice`
 
     def __repr__(self) -> str:
         """What the time of a proposal depends on, besides its budget and the target.

@@ -23,6 +23,7 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import GuessTree, token_tree
 from drafthead.core.trees.recipe import Proposal, known
 from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
+from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
 from drafthead.infer.drafters import lookup_on_device as on_device
@@ -44,6 +45,7 @@ class WithLookup(Drafter):
         most = max(budget.nodes for budget in drafter.budgets)
         self.lookup: Lookup = stored or PromptLookup(most - 1, LEAST_NGRAM)
         self.budgets = (*free_budgets(most), *drafter.budgets)
+        self.on_device = False
 
     def __repr__(self) -> str:
         return f"{self.drafter} with {self.lookup}"
@@ -52,7 +54,7 @@ class WithLookup(Drafter):
         self.drafter.compile(target)
         if target is None or target.memory is None or isinstance(self.lookup, StoreLookup):
             return  # a table of n-grams is on the host
-        self.on_device = self.drafter.on_device
+        self.on_device = isinstance(self.drafter, HeadDrafter) and self.drafter.on_device
         if self.on_device:
             compile, functions = target.backend.compile, on_device
             self.advanced = compile(functions.advanced, functions.ADVANCED, ())
@@ -95,7 +97,7 @@ class WithLookupSession(DraftSession):
 
 
 class LookupOnDevice(WithLookupSession, OnDevice):
-    """The same where steps are recorded: no draft waits for the tokens of the step before it.
+    """A session where steps are recorded: no draft waits for the tokens of the step before it.
 
     The host's histories learn late which matches were right, and what they know is brought to the
     device when rows change.
