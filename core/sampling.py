@@ -81,7 +81,7 @@ class RowSampling:
 
     @property
     def temperature(self) -> float | None:
-        """That of all rows; None where they differ."""
+        """The temperature of all rows; None where they differ."""
         first, *others = {row.temperature for row in self.rows}
         return None if others else first
 
