@@ -17,6 +17,9 @@ from drafthead.core.trees.tree import PADDING, ancestor_mask
 from drafthead.infer.drafters.lookup import LONGEST, MAX_NGRAM, History
 
 ROOM = 512  # columns at least for tokens to come; a text that has used them up is brought again
+# Comparisons of a column with a new token, which take 12 bytes each: more of them (16 rows of
+# 17,000 tokens with 64 nodes, say) are left to the host.
+MOST_COMPARED = 2**24
 
 
 class Text(NamedTuple):
@@ -40,9 +43,14 @@ WITH_CHAIN: dict[str, Spec] = {
 }
 
 
+def width_of(histories: Sequence[History]) -> int:
+    """The columns of the texts of rows."""
+    return power_of_two(max(len(past.tokens) for past in histories) + ROOM)
+
+
 def text_of(histories: Sequence[History], device: torch.device) -> Text:
     """The texts of rows, on a device."""
-    width = power_of_two(max(len(past.tokens) for past in histories) + ROOM)
+    width = width_of(histories)
     rows = [past.tokens + [0] * (width - len(past.tokens)) for past in histories]
     ends = [(len(past.tokens), *(past.match or (0, 0))) for past in histories]
     return Text(to_device(rows, device), *to_device(ends, device).unbind(1))
@@ -72,9 +80,8 @@ def advanced(
     is_said = table.gather(1, at.flatten(1)).view(at.shape) == tokens[:, None]
     is_longer = (matched[..., None] + age + 1).clamp_max(LONGEST) > lengths[:, None]
     goes_on = (is_said & is_longer & (matched[..., None] > 0)) | (age < 0)
-    end = (goes_on.long().cumprod(-1) * is_new[:, None]).sum(
-        -1
-    )  # [B, 1 + T] the token that ends it
+    # The token that ends each match, [B, 1 + T].
+    end = (goes_on.long().cumprod(-1) * is_new[:, None]).sum(-1)
     following = torch.where(end < counts[:, None], end + 1, slots)
     for _ in range(tokens.shape[1].bit_length()):  # each time twice as many matches on
         following = following.gather(1, following)
@@ -98,16 +105,16 @@ def last_occurrences(
     place [B, T] and the length of the match; 0 where there is none.
     """
     width = table.shape[1]
-    places = torch.arange(width, device=table.device)
+    places = torch.arange(width, dtype=torch.int32, device=table.device)
     runs = places < ends[..., None]  # [B, T, W] whether n-grams that end before places are the same
-    size = torch.zeros_like(runs, dtype=torch.long)
+    size = torch.zeros_like(runs, dtype=torch.int32)
     for back in range(1, MAX_NGRAM + 1):
         before = pad(table[:, :-back], (back, 0), value=PADDING)
         last = table.gather(1, (ends - back).clamp_min(0))
         runs = runs & (before[:, None] == last[..., None])
         size = size + runs
     # The longest n-gram first, and of its occurrences the last.
-    found = torch.where(size > 0, size * width + places, 0).amax(-1) % width
+    found = (torch.where(size > 0, size * width + places, 0).amax(-1) % width).long()
     backs = torch.arange(1, LONGEST + 1, device=table.device)
     here, there = found[..., None] - backs, (ends[..., None] - backs).clamp_min(0)
     pairs = [table.gather(1, at.flatten(1)).view(at.shape) for at in (here.clamp_min(0), there)]

@@ -130,7 +130,10 @@ class LookupOnDevice(WithLookupSession, OnDevice):
         self.text = None
 
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
-        if budget.depth == 0 or not (sampling.greedy or isinstance(random, NextDraws)):
+        follows = sampling.greedy or isinstance(random, NextDraws)
+        histories = self.lookup.histories
+        compared = len(histories) * on_device.width_of(histories) * budget.nodes
+        if budget.depth == 0 or not follows or compared > on_device.MOST_COMPARED:
             self.settle()
             return super().propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
@@ -138,7 +141,7 @@ class LookupOnDevice(WithLookupSession, OnDevice):
         device, lookup = tree.tokens.device, self.drafter.lookup
         if self.text is None:
             self.settle()
-            self.text = on_device.text_of(self.lookup.histories, device)
+            self.text = on_device.text_of(histories, device)
         if self.logs is None:
             self.logs = to_device(lookup.matches.logs, device, torch.float64)
         form = tree.tokens, tree.parents, tree.ancestors, tree.scores.expand(tree.tokens.shape)

@@ -152,6 +152,9 @@ def test_no_draft_waits_for_tokens_and_no_text_changes(
         found = decoder.generate(prompts, max_new_tokens=40, **law)
         assert found.sequences == expected
     assert len(ahead) > 10
+    with monkeypatch.context() as there:
+        there.setattr(lookup_on_device, "MOST_COMPARED", 1)  # the host does it
+        assert decoder.generate(prompts, max_new_tokens=40, **law).sequences == expected
     limits, seeds = (30, 4, 17), law.get("seed", [0] * 3)
     requests = [ServeRequest(*each) for each in zip(prompts, range(3), limits, seeds, strict=True)]
     asked = {key: value for key, value in law.items() if key != "seed"}
