@@ -127,7 +127,7 @@ class LookupOnDevice(WithLookupSession, OnDevice):
         """Let the histories read all that was committed; the device will have them again."""
         while self.unread:
             self.lookup.commit(self.unread.pop(0))
-        self.text = None
+        self.text = self.lookup.last = None  # rows may leave after a draft
 
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         follows = sampling.greedy or isinstance(random, NextDraws)
