@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-from drafthead.core.sampling import LEAST_TOP_P, RowRandom, arrival_times, kept_of_sorted
+from drafthead.core.sampling import RowRandom, arrival_times, kept_of_sorted
+from drafthead.core.settings import LEAST_TOP_P
 
 # The dimensions of `NextDraws`, see `heads.dims`.
 DRAWS = ("B .", "B .")

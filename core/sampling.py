@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from drafthead.core.host import to_device
-from drafthead.core.settings import Number, Temperature, TopK, TopP, settings
+from drafthead.core.settings import LEAST_TOP_P, Number, Temperature, TopK, TopP, settings
 
 # Children are drawn from a draft's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
