@@ -309,7 +309,7 @@ def test_what_fails_ends_one_answer_and_no_other(target, monkeypatch, where) -> 
         requests[1] = decoder.request(prompts[1], read_options({"logprobs": 1}))
         step = ServedRows.step
         monkeypatch.setattr(
-            ServedRows, "step", lambda rows: fail() if rows.way.top_logprobs else step(rows)
+            ServedRows, "step", lambda rows: fail() if rows.way.logprobs else step(rows)
         )
     tickets = [Ticket(n, request) for n, request in enumerate(requests)]
     found = all_gains(decoder.running_rows(6), tickets, at_once=4)
