@@ -80,8 +80,8 @@ def test_greedy_and_drawn_rows_share_a_batch(name, way, target, make_drafter, mo
     options = with_length(MIXED)
     found, sizes = answers_and_sizes(decoder, options)
     rule = decoder.rule(decoder.request([9], read_options({"temperature": 1.0})))
-    together = [len(MIXED)] if rule.name == "match" else [2, len(DRAWN)]  # another rule: apart
-    assert together in sizes and all(len(batches) <= len(together) for batches in sizes)
+    most = 1 if rule.name == "match" else 2  # rows of another rule are apart from greedy ones
+    assert all(len(batches) <= most for batches in sizes) and max(map(max, filter(None, sizes))) > 1
     assert found == answers_alone(decoder, options)
 
 
@@ -90,7 +90,8 @@ def test_rows_of_each_rule_draw_their_own_children(rule, name, target, make_draf
     decoder = Decoder(target, make_drafter(name, target))
     options = with_length([*DRAWN, TYPICAL], verifier=rule)
     found, sizes = answers_and_sizes(decoder, options)
-    assert [len(DRAWN), 1] in sizes, "graphs do not know typical_p"
+    assert all(len(batches) <= 2 for batches in sizes), "graphs do not know typical_p"
+    assert max(map(max, filter(None, sizes))) > 1
     assert found == answers_alone(decoder, options)
 
 
