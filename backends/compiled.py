@@ -117,6 +117,8 @@ class Compiled:
 
         Several threads may call.
         """
+        if not self.on_cpu:
+            return self._recorded(arguments)
         graphs, tried = self.graphs.setdefault(self.kind(arguments), []), 0
         # A graph refuses arguments of a layout that it was not made for, before it computes.
         for graph in graphs:
@@ -133,6 +135,16 @@ class Compiled:
                 return self._made(graphs, arguments)
         return self(*arguments)  # another thread has just made a graph: it may be the one
 
+    def _recorded(self, arguments: Sequence[Any]) -> Any:
+        """The function's value by its recordings, which tell shapes apart by themselves."""
+        graphs = self.graphs.get(None)
+        if graphs is not None:
+            return graphs[0](*arguments)
+        started, own = time.perf_counter(), within(self.around, self.function)
+        value = self.graphs.setdefault(None, [Recordings(own, self.dims.held)])[0](*arguments)
+        self._count(started)
+        return value
+
     def _uncompiled(self, arguments: Sequence[Any]) -> Any:
         """The function's value without a graph."""
         # The hooks that are part of a graph have to run here as well.
@@ -144,16 +156,17 @@ class Compiled:
         started = time.perf_counter()
         made = self.make(arguments)
         graphs.append(made.graph)
+        self._count(started)
+        return made.value
+
+    def _count(self, started: float) -> None:
+        """Note that a graph has been made, begun at a time."""
         taken = time.perf_counter() - started
         self.seconds, self.longest = self.seconds + taken, max(self.longest, taken)
         Compiled.made += 1
-        return made.value
 
     def make(self, arguments: Sequence[Any]) -> "Made":
         """A graph for calls of the kind of `arguments`, from the disk or compiled."""
-        if not self.on_cpu:
-            recorded = Recordings(within(self.around, self.function), self.dims.held)
-            return Made(recorded, recorded(*arguments))
         key = self._key(arguments)
         return self._stored(key, arguments) or self._compiled(key, arguments)
 
@@ -199,8 +212,6 @@ class Compiled:
 
     def kind(self, arguments: Sequence[Any]) -> Hashable:
         """Which of its graphs a call needs."""
-        if not self.on_cpu:
-            return None  # recordings tell shapes apart by themselves
         return self.dims.kind(arguments), self.variant(*arguments)
 
     def _compiled(self, key: str | None, arguments: Sequence[Any]) -> "Made":

@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from drafthead.backends.cuda import compiled_layers
 from drafthead.backends.cuda.recordings import Recording, Recordings
 from drafthead.core.backend import backend_for
-from drafthead.core.sampling import SamplingConfig, draw
+from drafthead.core.sampling import RowSampling, SamplingConfig, draw
 from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.masks import LayerKind
@@ -263,7 +263,8 @@ def drawing(bench: Bench, vocab: int, rows: int, law: SamplingConfig) -> dict[st
     """
     logits = 3 * torch.randn(rows, 1, vocab, device=bench.device).bfloat16()
     keys = torch.arange(rows, device=bench.device)[:, None]
-    given = logits, keys, keys, keys, law.settings(bench.device), True
+    settings = RowSampling((law,) * rows).settings(bench.device)
+    given = logits, keys, keys, keys, settings, True
     backend = backend_for(bench.device, torch.bfloat16)
     ways = {"sorted": backend.fused(draw), "ours": backend.fused(backend.replacement_of(draw))}
     ways = ways if bench.device.type == "cuda" else {"sorted": draw}

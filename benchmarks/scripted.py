@@ -12,7 +12,7 @@ import torch
 
 from drafthead.core.coupling import Choice
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
-from drafthead.core.sampling import SamplingConfig
+from drafthead.core.sampling import Sampling
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.growing.static import tree_budgets
@@ -83,7 +83,7 @@ class ScriptedSession(DraftSession):
         self._read()
         super().keep_rows(rows)
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         self._read()
         shape = stem_and_leaves(budget)
         rows = [self._fill(row, shape) for row in range(len(self.answers))]

@@ -14,16 +14,17 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.core.sampling import RowRandom, arrival_times, kept_of_sorted
+from drafthead.core.settings import LEAST_TOP_P
 
 # The dimensions of `NextDraws`, see `heads.dims`.
-DRAWS = ("B .", ".")
+DRAWS = ("B .", "B .")
 
 
 class NextDraws(NamedTuple):
     """What a draft can know of the target's next draws. Tensors alone, for compiled drafts."""
 
     keys: torch.Tensor  # [B, K] of the races, place d for the children of nodes of depth d
-    settings: torch.Tensor  # [4] of the draft's law, see `SamplingConfig.settings`
+    settings: torch.Tensor  # [B, 4] of the draft's laws, see `SamplingConfig.settings`
 
     def padded(self, depths: int) -> "NextDraws":
         """These draws with keys for `depths` depths; those that are added are no races at all."""
@@ -45,8 +46,16 @@ class NextDraws(NamedTuple):
         """
         keys = self.keys[:, depth]
         keys = keys.view(*keys.shape, *[1] * (ids.dim() - 1 - keys.dim()))
-        kept = kept_of_sorted(logits.float() / self.settings[0], self.settings)
-        return kept - arrival_times(keys, ids).log()
+        temperature, is_greedy = self.of_rows(logits.dim())
+        scores = logits.float() / temperature
+        # A greedy row needs more guesses than the one token that its draft would choose.
+        kept = torch.where(is_greedy, scores, kept_of_sorted(scores, self.settings))
+        return kept - arrival_times(keys, ids).log().masked_fill(is_greedy, 0)
+
+    def of_rows(self, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's temperature, and whether it is greedy: [B, 1, ...], with `dims` dimensions."""
+        by_row = self.settings.view(-1, *[1] * (dims - 1), 4)
+        return by_row[..., 0], by_row[..., 2] < 2 * LEAST_TOP_P
 
     def best(
         self,

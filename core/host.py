@@ -33,12 +33,14 @@ class Arriving:
         return to_host(self.numbers)
 
 
-def to_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+def to_device(
+    numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The tensor [...] of nested lists of numbers, on a device, without waiting for it.
 
     A copy from memory that the system may move waits until all work before it is done.
     """
-    there = torch.tensor(numbers)
+    there = torch.tensor(numbers, dtype=dtype)
     if device.type != "cuda":
         return there.to(device)
     return there.pin_memory().to(device, non_blocking=True)

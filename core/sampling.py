@@ -1,13 +1,15 @@
 """From logits to probabilities, and random draws that do not depend on other rows of a batch."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
 from pydantic import Field
 
 from drafthead.core.host import to_device
-from drafthead.core.settings import Number, Temperature, TopK, TopP, settings
+from drafthead.core.settings import LEAST_TOP_P, Number, Temperature, TopK, TopP, settings
 
 # Children are drawn from a draft's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
@@ -48,32 +50,85 @@ class SamplingConfig:
         """Whether nothing but the temperature changes the target's distribution."""
         return self == SamplingConfig(self.temperature)
 
-    def settings(self, device: torch.device) -> torch.Tensor:
-        """Temperature, top_k, top_p and min_p [4], as graphs take them: one serves all requests.
+    @property
+    def settings(self) -> list[float]:
+        """Temperature, top_k, top_p and min_p, as graphs take them: one serves all requests.
 
         Without `typical_p`. What is off has a value that keeps every token, also where the mass of
-        all tokens is rounded up.
+        all tokens is rounded up. Greedy is the least top_p, which keeps the most probable token.
         """
+        if self.greedy:
+            return [1.0, NO_TOP_K, LEAST_TOP_P, 0.0]
         top_k, top_p = self.top_k or NO_TOP_K, self.top_p if self.top_p < 1 else 2.0
-        return torch.tensor([self.temperature, top_k, top_p, self.min_p], device=device)
+        return [self.temperature, top_k, top_p, self.min_p]
 
 
-def probabilities(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+@dataclass(frozen=True)
+class RowSampling:
+    """How each row of a batch is sampled; see `SamplingConfig`."""
+
+    rows: tuple[SamplingConfig, ...]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no row draws."""
+        return all(row.greedy for row in self.rows)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing but temperatures above 0 changes the distributions; or no row draws."""
+        return all(row.whole for row in self.rows) and len({row.greedy for row in self.rows}) == 1
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature of all rows; None where they differ."""
+        first, *others = {row.temperature for row in self.rows}
+        return None if others else first
+
+    def settings(self, device: torch.device) -> torch.Tensor:
+        """`SamplingConfig.settings` of each row, float32 [B, 4]."""
+        return to_device([row.settings for row in self.rows], device)
+
+
+Sampling: TypeAlias = SamplingConfig | RowSampling  # the same for all rows, or by row
+
+
+def by_row(
+    law: Callable[[torch.Tensor, SamplingConfig], torch.Tensor],
+    logits: torch.Tensor,  # [B, ...]
+    sampling: RowSampling,
+) -> torch.Tensor:
+    """`law(logits, sampling)` [B, ...] of each row, called once for all that are sampled alike."""
+    alike: dict[SamplingConfig, list[int]] = defaultdict(list)
+    for place, row in enumerate(sampling.rows):
+        alike[row].append(place)
+    if len(alike) == 1:
+        return law(logits, sampling.rows[0])
+    laws = [law(logits[places], row) for row, places in alike.items()]
+    found = torch.empty_like(logits, dtype=laws[0].dtype)
+    for places, part in zip(alike.values(), laws, strict=True):
+        found[places] = part
+    return found
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The float32 distribution [..., V] of a token sampled from logits [..., V].
 
     Top-k keeps ties with the k-th logit; top-p keeps the smallest set of most probable tokens
     whose mass reaches `top_p`; min-p keeps tokens at least `min_p` times as probable as the best
     one; typical-p keeps the smallest set of `typical` tokens whose mass reaches `typical_p`. At
-    temperature 0 all mass lies on the first of the largest logits.
+    temperature 0 all mass lies on `most_probable`, and there is none where that is NO_TOKEN.
     """
+    if isinstance(sampling, RowSampling):
+        return by_row(probabilities, logits, sampling)
     if sampling.greedy:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(
-            -1, logits.argmax(-1, keepdim=True), 1.0
-        )
+        token = most_probable(logits)[..., None]
+        mass = (token != NO_TOKEN).float()
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, token.clamp_min(0), mass)
     return warped(logits.float(), sampling).softmax(-1)
 
 
-def draft_distribution(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
+def draft_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The float64 distribution [..., k] that a node's children are drawn from, of logits [..., k].
 
     Every drafter takes it from here: children must be drawn from the same numbers by which the
@@ -89,6 +144,8 @@ def draft_distribution(logits: torch.Tensor, sampling: SamplingConfig) -> torch.
     A draft may be any distribution, so this costs no exactness. A draft head whose logits are NaN
     proposes nothing.
     """
+    if isinstance(sampling, RowSampling):
+        return by_row(draft_distribution, logits, sampling)
     if sampling.greedy:
         return probabilities(logits, sampling).double()
     probs = warped(logits.double(), sampling).softmax(-1)
@@ -315,29 +372,32 @@ def draw(
     tokens: torch.Tensor,  # [B, N] of a tree
     parents: torch.Tensor,  # [B, N], -1 for the root
     keys: torch.Tensor,  # [B, N] of the races
-    settings: torch.Tensor,  # [4], see `SamplingConfig.settings`
-    filtered: bool,  # whether the settings are more than a temperature
+    settings: torch.Tensor,  # [B, 4], see `SamplingConfig.settings`
+    filtered: bool,  # whether any row's settings are more than a temperature
 ) -> torch.Tensor:
-    """The target's own token [B, N] after each node, drawn above temperature 0, else NO_TOKEN.
+    """The target's own token [B, N] after each node, drawn as its row's settings say, or NO_TOKEN.
 
     The kernel in its place follows these tokens down the tree and draws those it meets; the others,
     which no rule reads, are NO_TOKEN.
     """
-    scores, ids = logits.float() / settings[0], None
+    scores, ids = logits.float(), None
+    # Masses that are not divided by their sum are the same whether others are filtered or not.
+    scores = (scores - scores.amax(-1, keepdim=True)) / settings[:, 0, None, None]
     if filtered:
         scores, ids = scores.sort(dim=-1, descending=True, stable=True)
         scores = kept_of_sorted(scores, settings)
-    return race(scores.softmax(-1), keys, ids)
+    return race(scores.exp(), keys, ids)
 
 
 def kept_of_sorted(scores: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
-    """Scores [..., k] from the largest on, -inf where `settings` [4] remove the token.
+    """Scores [B, ..., k] from the largest on, -inf where `settings` [B, 4] remove the token.
 
     As `warped`, without a branch that depends on the settings, so that one graph serves all.
     """
-    _, top_k, top_p, min_p = settings.unbind()
-    last = (top_k.long() - 1).clamp_max(scores.shape[-1] - 1)
-    scores = scores.masked_fill(scores < scores.index_select(-1, last[None]), -torch.inf)
+    by_row = settings.view(-1, *[1] * (scores.dim() - 1), 4)
+    _, top_k, top_p, min_p = by_row.unbind(-1)  # [B, ..., 1]
+    last = (top_k.long() - 1).clamp_max(scores.shape[-1] - 1).expand(*scores.shape[:-1], 1)
+    scores = scores.masked_fill(scores < scores.gather(-1, last), -torch.inf)
     probs = scores.softmax(-1)
     kept = (probs.cumsum(-1) - probs < top_p) & (probs >= min_p * probs[..., :1])
     return scores.masked_fill(~kept, -torch.inf)

@@ -130,8 +130,9 @@ MaxNewTokens = Annotated[
 Temperature = Annotated[Number, AfterValidator(in_float32), Field(description="0 is greedy.")]
 TopK = Annotated[Integer, Field(ge=0, description="Keep the k most probable tokens; 0 keeps all.")]
 # Rounded to 0 in float32 it would keep no token, and the kernel for GPUs would not end.
+LEAST_TOP_P = 1e-30
 TopP = Annotated[
-    Number, Field(ge=1e-30, le=1, description="Keep the most probable mass; 1 keeps all.")
+    Number, Field(ge=LEAST_TOP_P, le=1, description="Keep the most probable mass; 1 keeps all.")
 ]
 Seed = Annotated[
     Integer,

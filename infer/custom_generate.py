@@ -149,7 +149,7 @@ class PreparedCall:
             end_ids=ends,
             processors=for_each_prompt(kept, rows, target),
             stops=[Stop(row, others) for row in rows] if others else [],
-            new_record=partial(RowRecord, sampling, kinds) if (kinds := self.kept_rows) else None,
+            new_record=partial(RowRecord, kinds) if (kinds := self.kept_rows) else None,
             prefixes=rows,
             beams=self.beams,
         )

@@ -244,7 +244,7 @@ class Decoder:
 
     def _warm_up(self, run: BatchRun, fresh: bool) -> None:
         """Time the steps of a batch, or make a few of every kind."""
-        rule, plans = rule_of(run, self.target, self.drafter), self.plans
+        rule, plans = self.rule(run.request), self.plans
         if plans is None or not rule.follows or self.target.is_shared:
             for _ in islice(self.method(run).decode(run), VISIT_STEPS):
                 pass
@@ -275,7 +275,7 @@ class Decoder:
 
     def running_rows(self, max_rows: int) -> RunningRows:
         """Rows for requests that come and go, up to `max_rows` of them; none is at work yet."""
-        return RunningRows(self.method, self.target, max_rows, self.memory)
+        return RunningRows(self.method, self.rule, self.target, max_rows, self.memory)
 
     def remember(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -338,9 +338,13 @@ class Decoder:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
         return request_of(self.target, prompts, options, self.end_ids, self.draft_temperature)
 
+    def rule(self, request: Request) -> Verifier:
+        """The acceptance rule that a request names."""
+        return rule_of(request, self.target, self.drafter)
+
     def method(self, run: BatchRun) -> Method:
         """How this batch is decoded; checks the verifier's name even where none is needed."""
-        rule = rule_of(run, self.target, self.drafter)
+        rule = self.rule(run.request)
         planner = planner_of(run, self.target, self._planner(run, rule))
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
@@ -359,7 +363,7 @@ class Decoder:
             # The text of a seed depends on the tree, which must not depend on a clock, on other
             # rows or on earlier answers.
             return FixedPlan(self.plans.fixed_budget)
-        return self.plans.planner(StepKind.of(run, rule), run.request.sampling.temperature)
+        return self.plans.planner(StepKind.of(run, rule), run.sampling.temperature)
 
 
 def decoder_for(

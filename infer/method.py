@@ -14,12 +14,13 @@ from drafthead.infer.engine.loop import decode, read_prompts
 from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.stepper import Stepper, steps_in_one_call
 from drafthead.infer.past import Memory, Past
+from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 
 @dataclass(frozen=True)
 class Method:
-    """What decodes requests that differ in nothing but prompts, limits, seeds and stops."""
+    """What decodes requests whose rows can share a batch."""
 
     target: Target
     drafter: Drafter
@@ -64,9 +65,9 @@ def planner_of(run: BatchRun, target: Target, own: Planner) -> Planner:
     return own if isinstance(own, FixedPlan) else AgreedPlan(own)
 
 
-def rule_of(run: BatchRun, target: Target, drafter: Drafter | None) -> Verifier:
-    """The acceptance rule that a batch's request names."""
-    in_graphs, request = steps_in_one_call(target, run), run.request
+def rule_of(request: Request, target: Target, drafter: Drafter | None) -> Verifier:
+    """The acceptance rule that a request names."""
+    in_graphs = steps_in_one_call(target, request)
     default = "match" if in_graphs or drafter is None else drafter.sampling_rule
     rule = verifier_for(request.verifier, request.sampling.temperature, default)
     return rule.with_options(request.rule_options)

@@ -63,7 +63,7 @@ def request_of(
         processors=processors_for(target, config, custom, prefixes, limits, ends),
         stops=stops_for(options.stop_strings, criteria, target.tokenizer, prefixes),
         draft_temperature=draft_temperature,
-        new_record=None if top is None else partial(LogprobRecord, options.sampling, top),
+        new_record=None if top is None else partial(LogprobRecord, top),
         prefixes=prefixes,
     )
 

@@ -17,11 +17,13 @@ from drafthead.infer.engine.prefill import prompt_groups
 from drafthead.infer.method import Method
 from drafthead.infer.past import Memory, Past, longest_of
 from drafthead.infer.prompt_queue import Prompts, Unread
+from drafthead.infer.request.request import Request
 from drafthead.infer.tickets import Gain, Ticket, Way, beginning, broken_off, merged
+from drafthead.infer.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
 
-MOST_METHODS = 32  # ways of sampling whose planners are kept
+MOST_METHODS = 32  # ways of decoding whose planners are kept
 # What a step costs beside the columns that its rows read, in columns of one row. SmolLM2-135M in
 # bfloat16 on one core: 0.2 s, then 0.15 ms each. On GPUs it is the bytes of the weights over those
 # of a column: 122,000 for Llama 3 8B, 27,000 for Llama 2 7B, 80,000 for Qwen2 0.5B.
@@ -51,7 +53,8 @@ class ServedRows:
 
     def __init__(self, method: Method, run: BatchRun, tickets: Sequence[Ticket], past: Past | None):
         """Reads the prompts of `run`, one for each ticket, after what `past` knows of them."""
-        self.method, self.tickets, self.way = method, list(tickets), Way.of(tickets[0].request)
+        self.method, self.tickets = method, list(tickets)
+        self.way = Way.of(tickets[0].request, method.rule)
         self.used = 0.0  # seconds of turns, see `RunningRows`
         self.stepper = method.stepper(run)
         self.session, emitted = read_prompts(self.stepper, method.drafter, past)
@@ -173,13 +176,14 @@ class RunningRows:
     def __init__(
         self,
         method_for: Callable[[BatchRun], Method],
+        rule_for: Callable[[Request], Verifier],
         target: Target,
         max_rows: int,
         memory: Memory,
     ):
         """`memory` is what prompts may begin with."""
-        self.method_for, self.target, self.max_rows = method_for, target, max_rows
-        self.memory = memory
+        self.method_for, self.rule_for, self.target = method_for, rule_for, target
+        self.max_rows, self.memory = max_rows, memory
         self.methods: dict[Way, Method] = {}
         self.prompts = Prompts(target, self._read)
         self.batches: list[ServedRows] = []
@@ -202,7 +206,7 @@ class RunningRows:
         for ticket in tickets:
             salt = ticket.request.cache_salt
             length, past = longest_of(self.memory.known(salt), ticket.request.prompts)
-            key = Way.of(ticket.request), salt, id(past)
+            key = self._way(ticket), salt, id(past)
             self.prompts.unread.append(Unread(ticket, key, length))
 
     @torch.no_grad()
@@ -235,7 +239,7 @@ class RunningRows:
         """Read prompts, see `Prompts`; rows whose prompts are read make a batch."""
         tickets = [each.ticket for each in group]
         run = BatchRun(merged(tickets), self.device, rows_fail_alone=True)
-        method, first = self._method(run, Way.of(tickets[0].request)), group[0]
+        method, first = self._method(run, self._way(tickets[0])), group[0]
         past = first.past or method.recall(run)
         known = 0 if past is None else past.cache.longest
         if known < min(each.read for each in group) or (end is not None and known > first.read):
@@ -258,6 +262,10 @@ class RunningRows:
             newcomers.keep(self.memory, first.state)
         self.batches.append(newcomers)
         return newcomers.gains(), True
+
+    def _way(self, ticket: Ticket) -> Way:
+        """How a request is decoded."""
+        return Way.of(ticket.request, self.rule_for(ticket.request))
 
     def _method(self, run: BatchRun, way: Way) -> Method:
         """How requests are decoded that have a way in common."""

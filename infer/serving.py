@@ -33,7 +33,7 @@ class ServeRequest:
     max_new_tokens: int | None = None
     seed: int | None = None  # None: the call's seed plus the number of the request
     chat_template_kwargs: Mapping[str, Any] | None = None  # of a prompt that is text or messages
-    # Requests that sample alike share a batch; batches take turns.
+    # Rows of one batch are sampled each in its own way.
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

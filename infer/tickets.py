@@ -8,11 +8,11 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.core.errors import first_line
-from drafthead.core.sampling import SamplingConfig
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.batch_run import Row
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
+from drafthead.infer.verifiers import Verifier, rule_of_rows
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,20 @@ class Ticket:
 class Way(NamedTuple):
     """What requests have in common that can be rows of one batch."""
 
-    sampling: SamplingConfig
-    end_ids: frozenset[int]
+    rule: str  # see `rule_of_rows`
+    in_graphs: bool
     processed: bool
+    end_ids: frozenset[int]
     logprobs: int | None
-    verifier: str
     rule_options: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, request: Request) -> "Way":
-        """How a request is decoded."""
+    def of(cls, request: Request, rule: Verifier) -> "Way":
+        """How a request is decoded under a rule."""
+        name, in_graphs = rule_of_rows(rule.name, greedy=False), request.samples_in_graphs
         processed = bool(request.processors)
-        rule = request.verifier, tuple(sorted(request.rule_options.items()))
-        return cls(request.sampling, request.end_ids, processed, request.logprobs, *rule)
+        options = tuple(sorted(request.rule_options.items()))
+        return cls(name, in_graphs, processed, request.end_ids, request.logprobs, options)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class GuardedProcessors(LogitsProcessorList):
 
 
 def merged(tickets: Sequence[Ticket]) -> Request:
-    """The requests, which agree in all but prompts, limits, seeds and stops, as one batch."""
+    """The requests, which have their `Way` in common, as one batch."""
     requests = [ticket.request for ticket in tickets]
     stops = [
         GuardedStop(ticket, ticket.request.stops[0]) if ticket.request.stops else Stop((), ())
@@ -105,6 +106,7 @@ def merged(tickets: Sequence[Ticket]) -> Request:
         prompts=[prompt for each in requests for prompt in each.prompts],
         limits=[limit for each in requests for limit in each.limits],
         seeds=[seed for each in requests for seed in each.seeds],
+        own_sampling=[law for each in requests for law in each.sampling_by_row],
         processors=[
             GuardedProcessors(ticket, processors)
             for ticket in tickets

@@ -52,12 +52,13 @@ def _least_of(logits, size, top_k, zeros: tl.constexpr, width: tl.constexpr):  #
 
 @triton.jit
 def _first_kept(  # type: ignore[no-untyped-def]
-    logits, stride, largest, speeds, settings, tokens, size,
+    logits, stride, largest, speeds, settings, nodes, tokens, size,
     zeros: tl.constexpr, no_token: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """The token of one row, see `first_kept`."""
     row = tl.program_id(0).to(tl.int64)
     logits, speeds = logits + row * stride, speeds + row * size
+    settings += row // nodes * 4
     temperature, top_k = tl.load(settings), tl.load(settings + 1).to(tl.int32)
     top_p, min_p = tl.load(settings + 2), tl.load(settings + 3)
     top = tl.load(largest + row)
@@ -94,16 +95,18 @@ def _first_kept(  # type: ignore[no-untyped-def]
 def first_kept(
     logits: torch.Tensor, largest: torch.Tensor, speeds: torch.Tensor, settings: torch.Tensor
 ) -> torch.Tensor:
-    """The token [...] of logits [..., V] that arrives first of those that `settings` [4] keep.
+    """The token [B, N] of logits [B, N, V] that arrives first of those that `settings` [B, 4] keep.
 
-    `largest` [..., 1] are the largest logits and `speeds` [..., V] the masses of tokens over their
-    arrival times, both float32. Where a logit is NaN, or the largest infinite, there is NO_TOKEN.
+    `largest` [B, N, 1] are the largest logits and `speeds` [B, N, V] the masses of tokens over
+    their arrival times, both float32. Where a logit is NaN, or the largest infinite, there is
+    NO_TOKEN.
     """
     rows, speeds = logits.reshape(-1, logits.shape[-1]), speeds.contiguous()
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         _first_kept[(len(rows),)](
-            rows, rows.stride(0), largest.contiguous(), speeds, settings, tokens, rows.shape[1],
+            rows, rows.stride(0), largest.contiguous(), speeds, settings.contiguous(),
+            logits.shape[1], tokens, rows.shape[1],
             ZEROS.get(logits.dtype, 0), NO_TOKEN, WIDTH, num_warps=WARPS,
         )  # fmt: skip
     return tokens
@@ -122,8 +125,8 @@ def draw(
     tokens: torch.Tensor,  # [B, N] of a tree
     parents: torch.Tensor,  # [B, N], -1 for the root
     keys: torch.Tensor,  # [B, N] of the races
-    settings: torch.Tensor,  # [4], see `SamplingConfig.settings`
-    filtered: bool,  # whether the settings are more than a temperature
+    settings: torch.Tensor,  # [B, 4], see `SamplingConfig.settings`
+    filtered: bool,  # whether any row's settings are more than a temperature
 ) -> torch.Tensor:
     """The target's own token [B, N] after each node, as `sampling.draw` has it; none is sorted."""
     if not filtered:
@@ -131,6 +134,6 @@ def draw(
     scores = logits.float()
     largest = scores.amax(-1, keepdim=True)
     times = arrival_times(keys, torch.arange(logits.shape[-1], device=logits.device))
-    speeds = ((scores - largest) / settings[0]).exp() / times
+    speeds = ((scores - largest) / settings[:, 0, None, None]).exp() / times
     drawn: torch.Tensor = torch.ops.drafthead.first_kept(logits, largest, speeds, settings)
     return drawn

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -30,9 +30,9 @@ LEAST_FREE, FEWEST_RECORDINGS = 0.05, 32
 # Bytes of memory that a recording keeps at most for an argument, only to see whether it comes
 # again: parts of a long prompt keep all of it.
 MOST_KEPT = 2**20
-# Calls before a recording is made: in the first libraries load their kernels, in the second none is
-# left to load.
-WARM_UPS = 2
+# Calls on the stream of captures before one, after a call in which code is compiled and libraries
+# load their kernels: then none is left to load.
+WARM_UPS = 1
 # A capture that fails is tried again at the 8th call that needs one, then at the 64th, and so on:
 # what spoils it may pass, and each try takes time.
 PATIENCE = 8
@@ -169,6 +169,9 @@ class Turn:
 
 
 TURN = Turn()
+# Held while a recording is made: what compilers and captures change is shared by all threads. Calls
+# that have a recording do not wait for it, so a compiler keeps nobody from the device.
+MAKING = RLock()
 
 
 def device_of(arguments: Sequence[Any]) -> torch.device | None:
@@ -213,13 +216,17 @@ class Recordings:
             else:
                 flatten(argument, leaves, key)
         wanted = tuple(key)
-        with TURN.on(leaves[0].device if leaves else None):
-            recording = self.recordings.get(wanted) or self._made(wanted, arguments, leaves)
-            if recording is not None:
+        recording = self.recordings.get(wanted)
+        if recording is None:
+            with MAKING:  # where another thread may have made it meanwhile
+                recording = self.recordings.get(wanted) or self._made(wanted, arguments, leaves)
+        if recording is None:
+            return self.function(*arguments)
+        with TURN.on(recording.device):
+            if wanted in self.recordings:  # or another thread has just needed its memory
                 self.recordings.move_to_end(wanted)
-                recording.used = next(CALLS)
-                return recording.repeated(leaves)
-        return self.function(*arguments)
+            recording.used = next(CALLS)
+            return recording.repeated(leaves)
 
     def _made(
         self, wanted: Hashable, arguments: Sequence[Any], leaves: Sequence[torch.Tensor]
@@ -228,10 +235,17 @@ class Recordings:
         if self.calls_to_wait:
             self.calls_to_wait -= 1
             return None
-        if leaves:
-            make_room(leaves[0].device)
+        recording = Recording(self.function, arguments, self.held, leaves)
+        with TURN.on(recording.device):
+            return self._captured(wanted, recording)
+
+    def _captured(self, wanted: Hashable, recording: "Recording") -> "Recording | None":
+        """The recording, captured and kept; None where it cannot be captured."""
+        if recording.device is not None:
+            make_room(recording.device)
+        recording.used = next(CALLS)  # or it would be the first to make room
         try:
-            recording = Recording(self.function, arguments, self.held, leaves, self.capture)
+            recording.capture(self.capture)
         except CaptureError as error:
             self.calls_to_wait = (PATIENCE - 1) * PATIENCE**self.failures - 1
             self.failures += 1
@@ -327,9 +341,11 @@ class Recording:
         arguments: Sequence[Any],
         held: Collection[int],
         leaves: Sequence[torch.Tensor],
-        capture: Capture,
     ):
-        """Record the call; `leaves` are the tensors of those arguments that are not `held`."""
+        """Makes the call once, in which what it runs is compiled.
+
+        `leaves` are the tensors of those arguments that are not `held`.
+        """
         self.used, self.device = 0, leaves[0].device if leaves else None
         places = [fixed_like(leaf) for leaf in leaves]
         self.places = [stored(place) for place in places]
@@ -337,11 +353,17 @@ class Recording:
         self.filled: list[tuple[torch.Tensor, int] | None] = [None] * len(leaves)
         self._fill(leaves)
         rest = iter(places)
-        given = [
+        self.given = [
             argument if number in held else rebuilt(argument, lambda _: next(rest))
             for number, argument in enumerate(arguments)
         ]
-        self.replay, self.value = capture(function, given)
+        self.function = function
+        function(*self.given)  # at its places, whose kind compiled code depends on
+
+    def capture(self, capture: Capture) -> None:
+        """Record the call, in one's turn."""
+        self.replay, self.value = capture(self.function, self.given)
+        del self.function, self.given  # a graph holds addresses
 
     def repeated(self, leaves: Sequence[torch.Tensor]) -> Any:
         """The value of the call with other numbers in the arguments that are not held."""

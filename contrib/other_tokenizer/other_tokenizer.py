@@ -20,7 +20,7 @@ from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Transla
 from drafthead.core.coupling import Choice
 from drafthead.core.drafting.drafter import Committed, DraftSession
 from drafthead.core.host import to_host
-from drafthead.core.sampling import SamplingConfig
+from drafthead.core.sampling import Sampling
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import GuessTree, token_tree
@@ -120,7 +120,7 @@ class OtherTokenizerSession(DraftModelSession):
             row.cut(length + 1)
         self.logits = None
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         if not self.drafter.writes(budget, random):
             return super().propose(budget, sampling, random)
         self._catch_up()

@@ -14,7 +14,7 @@ from drafthead.core.drafting.row_state import RowState
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.cache_memory import power_of_two
 from drafthead.core.kv_cache.column_cache import READ_CHUNK
-from drafthead.core.sampling import NO_TOKEN, SamplingConfig
+from drafthead.core.sampling import NO_TOKEN, Sampling
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.core.target.tree_cache import TreeCache
@@ -184,7 +184,7 @@ class DraftSession(RowState, ABC):
     """
 
     @abstractmethod
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         """A tree within the budget after the last committed token.
 
         A compiled drafter may give a `TreeRecipe`, whose tokens the graph of the step computes. A
@@ -253,7 +253,7 @@ class NoDrafter(Drafter):
 class NoDraft(OnDevice):
     """A session without a memory."""
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         """Raises NotImplementedError: steps without a drafter have no budget."""
         raise NotImplementedError
 

@@ -33,6 +33,8 @@ Value = TypeVar("Value")
 class HeadDrafter(Drafter, Generic[Head]):
     """A head with the target that it drafts for, and the static trees that it may fill."""
 
+    on_device = False  # whether its sessions are `OnDevice`
+
     def __init__(
         self,
         head: Head,

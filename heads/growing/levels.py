@@ -10,7 +10,7 @@ from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
-    SamplingConfig,
+    Sampling,
     draft_distribution,
     draw_without_replacement,
 )
@@ -74,7 +74,7 @@ def filled_tree(
     levels: list[Level],
     roots: torch.Tensor,  # [B]
     guess: Callable[[int, Level, torch.Tensor], Guesses],
-    sampling: SamplingConfig,
+    sampling: Sampling,
     random: Choice,
     scores: torch.Tensor | None = None,  # [N] of the shape's nodes, see `TokenTree`
 ) -> TokenTree:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from drafthead.core.sampling import SamplingConfig, warped
+from drafthead.core.sampling import RowSampling, warped
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import Logprobs
@@ -27,25 +27,23 @@ class ScoreRecord(ABC):
 
     rows: dict[int, Any]  # by number
 
-    def __init__(self, sampling: SamplingConfig):
-        self.sampling = sampling
-
     def add(
         self,
         numbers: Sequence[int | None],  # of the rows of these tensors; None for rows that ended
+        sampling: RowSampling,  # of these rows
         logits: torch.Tensor,  # [B, P, V] of the target
         scores: torch.Tensor,  # [B, P, V] the same after the logits processors
         tokens: Sequence[Sequence[int]],  # chosen from them, up to P in each row
     ) -> None:
         """Record the next tokens of each active row."""
-        for number, row_logits, row_scores, chosen in zip(
-            numbers, logits, scores, tokens, strict=True
+        for number, law, row_logits, row_scores, chosen in zip(
+            numbers, sampling.rows, logits, scores, tokens, strict=True
         ):
             if number is None:
                 continue
             processed = row_scores[: len(chosen)].float()
-            if not self.sampling.greedy:
-                processed = warped(processed, self.sampling)
+            if not law.greedy:
+                processed = warped(processed, law)
             # NO_TOKEN ends in an error as soon as the batch has it.
             ids = torch.tensor(chosen, device=logits.device).clamp_min(0)
             self.keep(number, row_logits[: len(chosen)].float(), processed, ids)
@@ -70,9 +68,8 @@ class ScoreRecord(ABC):
 class LogprobRecord(ScoreRecord):
     """Log-probabilities of the chosen tokens and of the target's most probable ones."""
 
-    def __init__(self, sampling: SamplingConfig, top: int):
+    def __init__(self, top: int):
         """`top` is how many of the most probable tokens are kept."""
-        super().__init__(sampling)
         self.top = top
         self.rows: dict[int, Logprobs] = defaultdict(lambda: Logprobs([], [], []))
 
@@ -104,8 +101,7 @@ class LogprobRecord(ScoreRecord):
 class RowRecord(ScoreRecord):
     """Whole rows of processed scores or of logits, which need V numbers for each token."""
 
-    def __init__(self, sampling: SamplingConfig, kinds: Collection[RowKind]):
-        super().__init__(sampling)
+    def __init__(self, kinds: Collection[RowKind]):
         self.kinds = kinds
         # Of each row number and kind the [V] of each token.
         self.rows: dict[int, dict[RowKind, list[torch.Tensor]]]
@@ -140,7 +136,7 @@ def scored_prompt(
     `top` is how many of the most probable tokens are given beside each. Each time that the
     generator is asked it reads `SCORED` positions; the last time it returns them.
     """
-    record = LogprobRecord(SamplingConfig(), top)
+    record = LogprobRecord(top)
     cache, features = target.new_cache(), FeatureSpec().with_last()
     ids, _ = padded([prompt], target.device)
     target.begin(cache, len(prompt) + 1)

@@ -20,7 +20,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
-    SamplingConfig,
+    Sampling,
     draft_distribution,
     draw_without_replacement,
 )
@@ -98,7 +98,7 @@ class LevelSession(DraftSession):
     def _after_roots(self) -> torch.Tensor:
         """The logits [B, V] after the last committed tokens, once what is new has been read."""
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         logits = self._after_roots()
         depth = min(budget.depth, self.drafter.depth)
         if isinstance(random, RowRandom):
@@ -113,9 +113,7 @@ class LevelSession(DraftSession):
         self.cache.discard()
         return tree
 
-    def _begin_draft(
-        self, budget: Budget, sampling: SamplingConfig, draws: NextDraws | None
-    ) -> None:
+    def _begin_draft(self, budget: Budget, sampling: Sampling, draws: NextDraws | None) -> None:
         """Watch how sure the model is, where the budget asks for that and reading is free.
 
         Only under rules that follow the target's own tokens: under others the text depends on the
@@ -155,7 +153,7 @@ class LevelSession(DraftSession):
         return TokenTree.from_shape(shape, torch.stack(tokens, 1), scores=torch.stack(scores, 1))
 
     def _drawn(
-        self, logits: torch.Tensor, depth: int, sampling: SamplingConfig, random: RowRandom
+        self, logits: torch.Tensor, depth: int, sampling: Sampling, random: RowRandom
     ) -> TokenTree:
         """A chain of tokens drawn from the draft's distributions, which the tree carries; the first
         is that of logits [B, V].

@@ -18,7 +18,7 @@ from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
-from drafthead.core.sampling import RowRandom, SamplingConfig, draft_distribution, sample
+from drafthead.core.sampling import RowRandom, Sampling, draft_distribution, sample
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.trees.guesses import Guesses, GuessTree
 from drafthead.core.trees.recipe import Proposal
@@ -210,7 +210,7 @@ class LookupSession(DraftSession):
                 self.drafter.learn(past)
         self.knows_prompt, self.last = True, None
 
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         """Each row's own tree; the root alone if there is nothing to guess.
 
         Under rules that draw children, a chain, if there is a distribution to draw it from.
@@ -264,7 +264,7 @@ def drawn_chain(
     texts: Sequence[Sequence[int]],
     distribution: Distribution,
     depth: int,
-    sampling: SamplingConfig,
+    sampling: Sampling,
     random: RowRandom,
 ) -> TokenTree:
     """A chain of `depth` drawn tokens after each row's text, with what they were drawn from."""

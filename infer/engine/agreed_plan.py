@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from drafthead.core.sampling import RowSampling
 from drafthead.core.trees.guesses import Guesses
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget
@@ -72,9 +73,9 @@ class AgreedPlan(Planner):
         if self.decides:
             self.own.learn(accept_lengths, seconds)
 
-    def meet(self, rows: int, columns: int) -> None:
+    def meet(self, rows: int, columns: int, sampling: RowSampling) -> None:
         if self.decides:
-            self.own.meet(rows, columns)
+            self.own.meet(rows, columns, sampling)
 
     def finish(self) -> None:
         if self.decides:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from drafthead.core.errors import UserError
-from drafthead.core.sampling import NO_TOKEN, RowRandom
+from drafthead.core.sampling import NO_TOKEN, RowRandom, RowSampling, SamplingConfig
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
@@ -29,6 +29,7 @@ class Row:
     accept_lengths: list[int] = field(default_factory=list)
     reused: int = 0  # positions of the prompt that were read before
     prompt_length: int = 0  # tokens
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     @property
     def failed(self) -> bool:
@@ -164,9 +165,11 @@ class BatchRun:
         self.batch = Batch(request.limits, request.end_ids, request.stops)
         for row, prompt in zip(self.batch.rows, request.prompts, strict=False):
             row.prompt_length = len(prompt)
+        for row, sampling in zip(self.batch.rows, request.sampling_by_row, strict=True):
+            row.sampling = sampling
         self.stats = DecodeStats()
         self._count_rows()
-        self.random = None if request.sampling.greedy else RowRandom(request.seeds, device)
+        self.numbers = RowRandom(request.seeds, device)
         # Of the scores of tokens; requests without one pay nothing.
         self.record = request.new_record() if request.new_record is not None else None
         self.beam_answers: Sequence[BeamAnswer] = ()  # at the end of a beam search
@@ -191,18 +194,32 @@ class BatchRun:
         return sum(row.prompt_length + len(row.tokens) for row in rows) // max(1, len(rows))
 
     @property
+    def sampling(self) -> RowSampling:
+        """How each running row is sampled."""
+        return RowSampling(tuple([row.sampling for row in self.batch.running_rows()]))
+
+    @property
+    def draft_sampling(self) -> RowSampling:
+        """The distributions that each running row's children are drawn from."""
+        rows = self.batch.running_rows()
+        return RowSampling(tuple([self.request.draft_sampling(row.sampling) for row in rows]))
+
+    @property
     def greedy(self) -> bool:
-        """Whether the target's most probable tokens are wanted."""
-        return self.random is None
+        """Whether the target's most probable tokens are wanted, in all running rows."""
+        return all([row.sampling.greedy for row in self.batch.running_rows()])
+
+    @property
+    def random(self) -> RowRandom | None:
+        """The random numbers of running rows; None where no row needs any."""
+        return None if self.greedy else self.numbers
 
     def begin_random_step(self, late: torch.Tensor | None = None) -> None:
         """Start each running row's random numbers for its next token, after `late` [B] that the
         device alone knows.
         """
-        if self.random is not None:
-            # By the row's own length: its draws must not depend on when it joined a batch.
-            rows = self.batch.running_rows()
-            self.random.begin_step([len(row.tokens) for row in rows], late)
+        # By the row's own length: its draws must not depend on when it joined a batch.
+        self.numbers.begin_step([len(row.tokens) for row in self.batch.running_rows()], late)
 
     def reuse(self, positions: int) -> None:
         """Note how many positions of each prompt were read before."""
@@ -232,25 +249,24 @@ class BatchRun:
     def drop_idle(self, count: Callable[[int], int] = int) -> list[int] | None:
         """`Batch.drop_idle`, for the random numbers as well."""
         places = self.batch.drop_idle(count)
-        if places and self.random is not None:
-            self.random.keep_rows(places)
+        if places:
+            self.numbers.keep_rows(places)
         return places
 
     def add_idle(self, places: Sequence[int]) -> None:
-        """Let rows run along that have ended, with the random numbers of rows at some places."""
+        """Let rows run along that have ended, with the sampling of rows at some places."""
         running, rows = self.batch.running, self.batch.rows
-        if self.random is not None:
-            self.random.keep_rows([*range(len(running)), *places])
+        self.numbers.keep_rows([*range(len(running)), *places])
+        alike = [rows[running[place]].sampling for place in places]
         running += range(len(rows), len(rows) + len(places))
-        rows += [Row(limit=0, finish_reason="cancelled") for _ in places]
+        rows += [Row(limit=0, finish_reason="cancelled", sampling=each) for each in alike]
         self._count_rows()
 
     def join(self, other: "BatchRun", order: Sequence[int]) -> None:
-        """Go on with running rows of both, numbered again; both have the same sampling."""
+        """Go on with running rows of both, numbered again."""
         if self.record is not None and other.record is not None:
             both = [(run.record, number) for run in (self, other) for number in run.batch.running]
             self.record.take_rows([both[row] for row in order])
         self.batch.join(other.batch, order)
         self._count_rows()
-        if self.random is not None and other.random is not None:
-            self.random.join_rows(other.random, order)
+        self.numbers.join_rows(other.numbers, order)

@@ -67,7 +67,7 @@ def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emit
         launched, stepper.ahead = stepper.ahead, None
         if launched is None:
             run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
-            planner.meet(run.rows, run.columns)
+            planner.meet(run.rows, run.columns, run.sampling)
             # The clock has started before the draft: a size is judged by all that it costs.
             proposal = planner.draft(propose)
         if not stepper.in_one_call:

@@ -43,7 +43,7 @@ class PathProcessing:
         batch: Batch,
         greedy: bool,
     ):
-        """With `greedy` a node can be accepted only if it is the most probable token."""
+        """With `greedy` no row accepts a node that is not the most probable token."""
         self.processors, self.batch, self.greedy = processors, batch, greedy
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
@@ -52,6 +52,7 @@ class PathProcessing:
         """Go on with rows of both, as in `Batch.join`; called before it."""
         both = [(part, number) for part in (self, other) for number in part.batch.running]
         pairs = [both[row] for row in order]
+        self.greedy &= other.greedy
         self.processors = [part.processors[number] for part, number in pairs]
         self.prompt_lengths = [part.prompt_lengths[number] for part, number in pairs]
         self.pasts = [part.pasts[number] for part, number in pairs]

@@ -29,6 +29,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from drafthead.core.sampling import RowSampling
 from drafthead.core.trees.guesses import Guesses
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget, free_budget
@@ -109,8 +110,10 @@ class Planner(ABC):
     def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Record the step that was drafted for: tokens committed in each active row, its time."""
 
-    def meet(self, rows: int, columns: int) -> None:  # noqa: B027  (a plan may take them alike)
-        """Told before each step that is drafted for: see `BatchRun.rows` and `BatchRun.columns`."""
+    def meet(  # noqa: B027  (a plan may take them alike)
+        self, rows: int, columns: int, sampling: RowSampling
+    ) -> None:
+        """Told before each step that is drafted for: see the properties of `BatchRun`."""
 
     @property
     def knows_next(self) -> bool:
@@ -397,13 +400,13 @@ class PlannedDecoding(Planner):
         self,
         plan: AdaptivePlan,
         on_finish: Callable[[], object] = lambda: None,
-        plan_at: Callable[[int, int], AdaptivePlan] | None = None,
+        plan_at: Callable[[int, int, RowSampling], AdaptivePlan] | None = None,
     ):
         """`on_finish` is called after the last step.
 
-        `plan_at` is asked for the plan of steps of so many rows at so many columns, where these
-        have plans of their own: a long answer goes on with another one than it has begun with, and
-        so does a batch that rows join or leave.
+        `plan_at` is asked for the plan of steps of so many rows at so many columns, sampled like
+        this, where these have plans of their own: a long answer goes on with another one than it
+        has begun with, and so does a batch that rows join or leave.
         """
         self.plan, self.on_finish, self.plan_at = plan, on_finish, plan_at
         self.run: Run | None = None  # the current one
@@ -465,9 +468,9 @@ class PlannedDecoding(Planner):
         run.lost += prices.free[self.plan.free.index(size)]
         return free.best(size.nodes)
 
-    def meet(self, rows: int, columns: int) -> None:
+    def meet(self, rows: int, columns: int, sampling: RowSampling) -> None:
         """Go on with the plan of such steps; what steps so far have taught stays with theirs."""
-        plan = self.plan if self.plan_at is None else self.plan_at(rows, columns)
+        plan = self.plan if self.plan_at is None else self.plan_at(rows, columns, sampling)
         if plan is not self.plan:
             last = self._end_run()
             self.plan, self.run = plan, plan.next_run(last)

@@ -187,14 +187,14 @@ STEP: dict[str, Spec] = {
     "columns": "N",
     "keys": "B . C .",
     "values": "B . C .",
-    "draws": (".", "B N"),
+    "draws": ("B .", "B N"),
 }
 
 
 class Draws(NamedTuple):
     """What the target's own tokens are drawn with."""
 
-    settings: torch.Tensor  # [4], see `SamplingConfig.settings`
+    settings: torch.Tensor  # [B, 4], see `SamplingConfig.settings`
     keys: torch.Tensor  # [B, depth + 1] of races, of which place d is for the nodes of depth d
 
 

@@ -6,7 +6,6 @@ and rule are calls of their own. A step without a draft is a tree of the root al
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -15,7 +14,7 @@ from drafthead.core.drafting.drafter import Committed, DraftSession, Ends, OnDev
 from drafthead.core.drafting.row_state import joined
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.cache_memory import power_of_two
-from drafthead.core.sampling import most_probable, probabilities, race
+from drafthead.core.sampling import RowSampling, most_probable, probabilities, race
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target, TargetOutput
 from drafthead.core.target.tree_cache import TreeCache
@@ -25,7 +24,8 @@ from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.engine.step import Draws, Launched, Outcome, StepFunction, settled
-from drafthead.infer.verifiers import Acceptance, Verifier
+from drafthead.infer.request.request import Request
+from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier, rule_of_rows
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
@@ -81,10 +81,10 @@ class PromptPass:
         )
 
 
-def steps_in_one_call(target: Target, run: BatchRun) -> bool:
+def steps_in_one_call(target: Target, request: Request) -> bool:
     """Whether steps under rules that follow the target are compiled as a whole."""
     in_graphs = target.backend.compiles and not target.runs_at_once
-    return in_graphs and run.request.samples_in_graphs
+    return in_graphs and request.samples_in_graphs
 
 
 class Stepper:
@@ -103,15 +103,16 @@ class Stepper:
 
         Where `watch` is called after each pass, steps are made of separate calls.
         """
-        self.target, self.run, self.verifier, self.max_nodes = target, run, verifier, max_nodes
+        self.target, self.run, self.rule, self.max_nodes = target, run, verifier, max_nodes
         self.watch = watch
+        self.known_settings: dict[RowSampling, torch.Tensor] = {}  # of the rows that run now
         self.ahead: Launched | None = None  # the next step, where the device was asked for it
         # Called with the places of rows that a step ends, while the caches still hold them.
         self.before_end: Callable[[Sequence[int]], None] | None = None
         # A step in one call hands out no logits. The rule stays, so a record changes no text.
         needs_logits = run.record is not None or watch is not None
         follows = verifier.follows and not needs_logits
-        self.in_one_call = follows and steps_in_one_call(target, run)
+        self.in_one_call = follows and steps_in_one_call(target, run.request)
         self.read_features = features
         self.features = features.with_last()  # plain steps and trees then share compiled passes
         self.cache: TreeCache = target.new_cache()
@@ -128,6 +129,12 @@ class Stepper:
             if run.request.processors
             else None
         )
+
+    @property
+    def verifier(self) -> Verifier:
+        """The rule of the rows that run now, see `rule_of_rows`."""
+        name = rule_of_rows(self.rule.name, self.run.greedy)
+        return self.rule if name == self.rule.name else VERIFIERS[name]
 
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
@@ -170,10 +177,11 @@ class Stepper:
             tokens = most_probable(scores)
         else:
             keys = self.run.random.ahead(1)[:, 0]
-            tokens = race(probabilities(scores, self.run.request.sampling), keys)
+            tokens = race(probabilities(scores, self.run.sampling), keys)
         if self.run.record is not None:
-            numbers = self.run.batch.active_numbers()
-            self.run.record.add(numbers, logits[:, None], scores[:, None], tokens[:, None].tolist())
+            numbers, own = self.run.batch.active_numbers(), tokens[:, None].tolist()
+            sampling = self.run.sampling
+            self.run.record.add(numbers, sampling, logits[:, None], scores[:, None], own)
         return tokens
 
     def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
@@ -190,7 +198,7 @@ class Stepper:
             recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
         with self.run.stats.phase("verify"):
             verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
-            return verify(recipe, self.cache, draws, self.run.request.sampling.whole)
+            return verify(recipe, self.cache, draws, self.run.sampling.whole)
 
     def leads_on(self, session: DraftSession, launched: Launched) -> bool:
         """Whether the next step can be asked for while the host does not know this one's tokens.
@@ -263,18 +271,21 @@ class Stepper:
         if self.run.random is None:
             return None
         # One more than the longest path: the bonus token is drawn as well.
-        return Draws(self.settings, self.run.random.ahead(depth + 1))
+        return Draws(self.settings(self.run.sampling), self.run.random.ahead(depth + 1))
 
-    @cached_property
-    def settings(self) -> torch.Tensor:
-        """The request's sampling as `SamplingConfig.settings` [4]."""
-        return self.run.request.sampling.settings(self.target.device)
+    def settings(self, sampling: RowSampling) -> torch.Tensor:
+        """`RowSampling.settings` [B, 4] on the target's device, where they are kept."""
+        if sampling not in self.known_settings:
+            if len(self.known_settings) > 1:  # rows have joined or left
+                self.known_settings.clear()
+            self.known_settings[sampling] = sampling.settings(self.target.device)
+        return self.known_settings[sampling]
 
     def propose(self, session: DraftSession, budget: Budget) -> Proposal:
         """The session's proposal for the next step within a budget."""
         with self.run.stats.phase("draft"):
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
-            return session.propose(budget, self.run.request.draft_sampling, random)
+            return session.propose(budget, self.run.draft_sampling, random)
 
     def root_alone(self) -> TokenTree:
         """A tree that proposes nothing."""
@@ -284,12 +295,8 @@ class Stepper:
         """What a draft can know of the target's draws, under rules that follow these."""
         if self.run.random is None or not self.verifier.follows:
             return None
-        return NextDraws(self.run.random.ahead(max(1, budget.depth)), self.draft_settings)
-
-    @cached_property
-    def draft_settings(self) -> torch.Tensor:
-        """The request's draft sampling as `SamplingConfig.settings` [4]."""
-        return self.run.request.draft_sampling.settings(self.target.device)
+        keys = self.run.random.ahead(max(1, budget.depth))
+        return NextDraws(keys, self.settings(self.run.draft_sampling))
 
     def scored(self, proposal: Proposal | None) -> tuple[TokenTree, TargetOutput]:
         """The tree of a proposal, and a pass of the target over its nodes."""
@@ -315,7 +322,7 @@ class Stepper:
         if self.processing is not None:
             scores = self.processing.after_nodes(tree, scores)
         reads_probs = verifier.reads == "probs"
-        read = probabilities(scores, run.request.sampling) if reads_probs else scores
+        read = probabilities(scores, run.sampling) if reads_probs else scores
         accepted = verifier.rule(tree, read, run.random)
         result = settled(tree, accepted, output.features, self.cache.lengths)
         outcome = Outcome.of(result, to_host(result.table), is_moved=False)
@@ -323,7 +330,8 @@ class Stepper:
             rows = torch.arange(len(scores), device=scores.device)[:, None]
             on_path = rows, accepted.path[:, : outcome.width]  # [B, P]
             numbers = run.batch.active_numbers()
-            run.record.add(numbers, output.logits[on_path], scores[on_path], outcome.new_tokens)
+            taken = output.logits[on_path], scores[on_path]
+            run.record.add(numbers, run.sampling, *taken, outcome.new_tokens)
         return outcome
 
     def accept_nothing(self, tree: TokenTree, output: TargetOutput) -> Outcome:

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from drafthead.core.errors import UserError
-from drafthead.core.sampling import SamplingConfig
+from drafthead.core.sampling import RowSampling, SamplingConfig
 from drafthead.core.settings import (
     AtLeastOne,
     Flag,
@@ -102,6 +102,7 @@ class Record(Protocol):
     def add(
         self,
         numbers: Sequence[int | None],  # of the rows of these tensors; None for rows that ended
+        sampling: RowSampling,  # of these rows
         logits: torch.Tensor,  # [B, P, V] of the target
         scores: torch.Tensor,  # [B, P, V] the same after the logits processors
         tokens: Sequence[Sequence[int]],  # chosen from them, up to P in each row
@@ -221,6 +222,7 @@ class Request(DecodeOptions):
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]  # most new tokens, for each prompt
     seeds: Sequence[int]  # one for each prompt
+    own_sampling: Sequence[SamplingConfig] = ()  # one for each prompt, or none: then `sampling`
     end_ids: frozenset[int] = frozenset()
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
@@ -231,14 +233,18 @@ class Request(DecodeOptions):
     cache_salt: str = ""  # what was read is known to requests of the same salt alone
 
     @property
-    def draft_sampling(self) -> SamplingConfig:
-        """How the draft's logits become the distribution that children are drawn from.
+    def sampling_by_row(self) -> Sequence[SamplingConfig]:
+        """How each prompt's answer is sampled."""
+        return self.own_sampling or [self.sampling] * len(self.limits)
+
+    def draft_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
+        """How a draft's logits become the distribution that children of such a row are drawn from.
 
         Any distribution that is known before the draw keeps the output exact.
         """
-        if self.draft_temperature is None or self.sampling.greedy:
-            return self.sampling
-        return replace(self.sampling, temperature=self.draft_temperature)
+        if self.draft_temperature is None or sampling.greedy:
+            return sampling
+        return replace(sampling, temperature=self.draft_temperature)
 
     @property
     def samples_in_graphs(self) -> bool:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.sampling import RowSampling
 from drafthead.core.storage.disk_cache import cache_folder, read_cached, write_cached
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -30,7 +31,7 @@ from drafthead.infer.engine.planner import (
 )
 from drafthead.infer.engine.step_costs import StepCosts, guessed_node
 from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.infer.verifiers import Verifier
+from drafthead.infer.verifiers import Verifier, rule_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class StepKind:
         """The kind of a batch's steps."""
         request = run.request
         name = rule.name if request.beams is None else f"{request.beams.num_beams} beams"
-        filters, processors = not request.sampling.whole, bool(request.processors)
+        filters, processors = not run.sampling.whole, bool(request.processors)
         rows, columns = rows_that_share(run.rows), columns_that_share(run.columns)
         return cls(name, rows, filters, processors, columns)
 
@@ -90,7 +91,8 @@ class Plans:
 
     def __init__(self, target: Target, drafter: Drafter):
         self.target, self.drafter = target, drafter
-        self.plans: dict[tuple[StepKind, float], AdaptivePlan] = {}
+        # By temperature: None where those of a batch's rows differ.
+        self.plans: dict[tuple[StepKind, float | None], AdaptivePlan] = {}
         self.kept: dict[StepKind, Table] = {}  # costs in plain steps [S] that are on disk
         self.lock = RLock()
 
@@ -136,11 +138,11 @@ class Plans:
                 self.by_kind[kind] = costs
             return self.by_kind[kind]
 
-    def plan(self, kind: StepKind, temperature: float) -> AdaptivePlan:
+    def plan(self, kind: StepKind, temperature: float | None) -> AdaptivePlan:
         """The plan of all decodings like this one; at first it knows what others know, of batches
         and contexts of other sizes.
         """
-        key = kind, round(temperature, 1)
+        key = kind, None if temperature is None else round(temperature, 1)
         with self.lock:
             if key not in self.plans:
                 settings = DEFAULT_SETTINGS.for_rows(kind.rows)
@@ -159,17 +161,19 @@ class Plans:
                 self.plans[key] = self.plans.pop(key)
             return self.plans[key]
 
-    def planner(self, kind: StepKind, temperature: float) -> Planner:
+    def planner(self, kind: StepKind, temperature: float | None) -> Planner:
         """What chooses the sizes of one decoding."""
 
-        @cache  # asked before each step
-        def plan_of(rows: int, columns: int) -> AdaptivePlan:
-            """The plan of the same decoding with so many rows and columns that share it."""
-            return self.plan(replace(kind, rows=rows, columns=columns), temperature)
-
-        def plan_at(rows: int, columns: int) -> AdaptivePlan:
-            """The plan of the same decoding with so many rows and columns."""
-            return plan_of(rows_that_share(rows), columns_that_share(columns))
+        def plan_at(rows: int, columns: int, sampling: RowSampling) -> AdaptivePlan:
+            """The plan of the same decoding with so many rows and columns, sampled like this."""
+            now = replace(
+                kind,
+                rule=rule_of_rows(kind.rule, sampling.greedy),
+                rows=rows_that_share(rows),
+                filters=not sampling.whole,
+                columns=columns_that_share(columns),
+            )
+            return self.plan(now, sampling.temperature)
 
         return PlannedDecoding(self.plan(kind, temperature), self.keep, plan_at)
 

@@ -21,6 +21,7 @@ from drafthead.core.settings import read
 from drafthead.core.trees.tree import TokenTree
 
 LEAST_LOG_PROB = math.log(1e-10)
+FOLLOWING = ("greedy", "match")
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,14 @@ def options_of_rule(name: str, wanted: Collection[str]) -> frozenset[str]:
                 f"verifier {name!r} has no option {other}; it is one of {' and '.join(rules)}"
             )
     return own
+
+
+def rule_of_rows(name: str, greedy: bool) -> str:
+    """The rule of a batch whose rows have this one, of which none draws, or some do.
+
+    Rows of `greedy` and of `match` can share a batch: each follows the target's own tokens.
+    """
+    return name if name not in FOLLOWING else FOLLOWING[0 if greedy else 1]
 
 
 def follow(tree: TokenTree, target_tokens: torch.Tensor) -> Acceptance:

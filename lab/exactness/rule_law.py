@@ -9,6 +9,7 @@ from tqdm import trange
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.sampling import (
     RowRandom,
+    RowSampling,
     SamplingConfig,
     draft_distribution,
     draw_without_replacement,
@@ -97,7 +98,8 @@ def sample_texts(verifier: Verifier, target: Laws, draft: Laws, random: OneStrea
     """
     choice: Choice = random if verifier.draws_children else None
     if verifier.follows:
-        choice = NextDraws(random.ahead(LENGTH), SamplingConfig(1.0).settings(random.device))
+        laws = RowSampling((SamplingConfig(1.0),) * random.rows)
+        choice = NextDraws(random.ahead(LENGTH), laws.settings(random.device))
     tokens, codes = fill_trees(draft, choice, random.rows)
     depths = SHAPE.depths.tolist()
 

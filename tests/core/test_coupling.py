@@ -3,7 +3,7 @@
 import torch
 
 from drafthead.core.coupling import NextDraws
-from drafthead.core.sampling import RowRandom, SamplingConfig, probabilities, race
+from drafthead.core.sampling import RowRandom, RowSampling, SamplingConfig, probabilities, race
 
 CPU, COUNT, VOCAB = torch.device("cpu"), 100_000, 12
 
@@ -18,7 +18,7 @@ def draws(sampling: SamplingConfig) -> NextDraws:
     """The numbers of many rows, for one position."""
     random = RowRandom(range(COUNT), CPU)
     random.begin_step([3] * COUNT)
-    return NextDraws(random.ahead(1), sampling.settings(CPU))
+    return NextDraws(random.ahead(1), RowSampling((sampling,) * COUNT).settings(CPU))
 
 
 def guesses(logits: torch.Tensor, known: NextDraws, count: int) -> torch.Tensor:
@@ -61,3 +61,17 @@ def test_the_guessed_chances_are_a_law_over_all_tokens() -> None:
     log_probs, _ = known.best(0, ordered.expand(COUNT, 1, -1), ids.expand(COUNT, 1, -1), VOCAB)
     assert torch.allclose(log_probs.exp().sum(-1), torch.ones(COUNT, 1))
     assert (log_probs.diff(dim=-1) <= 0).all()
+
+
+def test_greedy_rows_among_others_are_offered_their_most_probable_tokens() -> None:
+    """By the probabilities that they have without races; the others guess as if alone."""
+    _, draft = laws()
+    ordered, ids = (each.expand(2, 1, -1) for each in draft.sort(descending=True))
+    greedy, drawn = SamplingConfig(), SamplingConfig(0.7, top_p=0.8)
+    keys = torch.arange(2)[:, None]
+    both = NextDraws(keys, RowSampling((greedy, drawn)).settings(CPU))
+    log_probs, places = both.best(0, ordered, ids, 5)
+    assert torch.equal(places[0, 0], torch.arange(5))
+    assert torch.allclose(log_probs[0, 0], ordered[0, 0].log_softmax(-1)[:5])
+    alone = NextDraws(keys[1:], RowSampling((drawn,)).settings(CPU))
+    assert torch.equal(places[1:], alone.best(0, ordered[1:], ids[1:], 5)[1])

@@ -20,6 +20,7 @@ from drafthead.core.sampling import (
     LEAST_DRAFT_PROBABILITY,
     NO_TOKEN,
     RowRandom,
+    RowSampling,
     SamplingConfig,
     arrival_times,
     draft_distribution,
@@ -44,6 +45,17 @@ GRID = product(
 )
 
 
+LAWS = (
+    SamplingConfig(),
+    SamplingConfig(0.7),
+    SamplingConfig(1.0, top_k=3),
+    SamplingConfig(0.5, top_p=0.8, min_p=0.02),
+    SamplingConfig(),
+    SamplingConfig(0.7),
+    SamplingConfig(1.0, typical_p=0.5),
+)
+
+
 def warped_by_transformers(logits: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
     if sampling.top_k:
@@ -55,6 +67,11 @@ def warped_by_transformers(logits: torch.Tensor, sampling: SamplingConfig) -> to
     if sampling.typical_p < 1:
         scores = TypicalLogitsWarper(sampling.typical_p)(None, scores)
     return scores
+
+
+def settings_of(sampling: SamplingConfig, rows: int) -> torch.Tensor:
+    """What graphs take [B, 4] of rows that are all sampled alike."""
+    return RowSampling((sampling,) * rows).settings(torch.device("cpu"))
 
 
 def test_probabilities_equal_those_of_transformers() -> None:
@@ -72,7 +89,7 @@ def test_probabilities_equal_those_of_transformers() -> None:
         assert of_a_tree.equal(ours[:, None].expand(14, 3, 40)), "any leading shape"
         if sampling.typical_p == 1:  # without branches, as in graphs
             ordered, ids = logits.sort(descending=True, stable=True)
-            settings = sampling.settings(torch.device("cpu"))
+            settings = settings_of(sampling, 14)
             kept = kept_of_sorted(ordered / sampling.temperature, settings).softmax(-1)
             again = torch.zeros_like(kept).scatter(-1, ids, kept)
             assert torch.allclose(again, ours, atol=1e-7), sampling
@@ -112,9 +129,38 @@ def test_sampling_inverts_the_cumulative_mass() -> None:
 def drawn(logits: torch.Tensor, sampling: SamplingConfig, keys: torch.Tensor) -> torch.Tensor:
     """Tokens [M] drawn as the graph of a step draws them, from logits [M, V] with keys [M]."""
     tokens = torch.zeros_like(keys)[:, None]
-    settings = sampling.settings(torch.device("cpu"))
+    settings = settings_of(sampling, len(keys))
     tree = tokens, tokens - 1, keys[:, None]
     return draw(logits[:, None], *tree, settings, not sampling.whole)[:, 0]
+
+
+@pytest.mark.parametrize("law", [probabilities, draft_distribution])
+def test_rows_have_laws_of_their_own(law) -> None:
+    """Bit by bit those that they have alone; greedy rows too, where some have no law."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(LAWS), 3, 40, generator=generator).round()
+    logits[[0, 4], 1] = torch.nan
+    found = law(logits, RowSampling(LAWS))
+    alone = torch.cat([law(logits[n : n + 1], each) for n, each in enumerate(LAWS)])
+    assert torch.equal(found.nan_to_num(-1), alone.nan_to_num(-1))
+    assert not probabilities(logits[:1, 1], SamplingConfig()).any(), "no token is the largest"
+
+
+def test_graphs_draw_each_row_as_if_it_were_alone() -> None:
+    """Bit by bit, whether other rows have filters or not; greedy ones their most probable token."""
+    generator = torch.Generator().manual_seed(0)
+    laws = [law for law in LAWS if law.typical_p == 1]
+    logits = torch.randn(len(laws), 200, 40, generator=generator).round()
+    logits[0, :3, 5] = torch.tensor([torch.nan, -torch.inf, 9.0])
+    logits[0, 3] = -torch.inf
+    keys = torch.arange(200).expand(len(laws), -1)
+    settings = RowSampling(tuple(laws)).settings(torch.device("cpu"))
+    together = draw(logits, keys, keys, keys, settings, True)
+    for number, row in enumerate(laws):
+        if row.greedy:
+            assert torch.equal(together[number], most_probable(logits[number]))
+        else:
+            assert torch.equal(together[number], drawn(logits[number], row, keys[0]))
 
 
 def test_arrival_times_come_from_splitmix() -> None:

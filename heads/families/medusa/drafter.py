@@ -11,7 +11,7 @@ from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice
 from drafthead.core.sampling import (
     DRAFT_SUPPORT,
     RowRandom,
-    SamplingConfig,
+    Sampling,
     draft_distribution,
     draw_without_replacement,
 )
@@ -49,6 +49,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
     one gather makes the tokens: that is a graph of its own or, as a `TreeRecipe`, a part of the
     step's graph.
     """
+
+    on_device = True
 
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
@@ -137,7 +139,7 @@ class MedusaSession(OnDevice):
         self.roots, self.hidden = committed.ends
 
     @torch.no_grad()
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> Proposal:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         assert self.hidden is not None and self.roots is not None
         layout = self.drafter.layout(budget, random)
         shape, drafter = layout.shape, self.drafter
@@ -157,7 +159,7 @@ class MedusaSession(OnDevice):
         layout: MedusaLayout,
         logits: torch.Tensor,  # [B, d, k]
         ids: torch.Tensor,  # [B, d, k]
-        sampling: SamplingConfig,
+        sampling: Sampling,
         random: RowRandom,
     ) -> TokenTree:
         """Children drawn without replacement, independently under each parent."""

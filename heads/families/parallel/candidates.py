@@ -121,9 +121,10 @@ class Candidates:
             # In float32: a CPU multiplies small 16-bit matrices many times slower.
             outputs = block.correction.output.weight[guesses].float().mT
         if draws is not None:  # so that `log_probs` after any parent are those of `draws.best`
-            temperature = draws.settings[0]
-            base = base / temperature - arrival_times(draws.keys, ids).log()
-            outputs = None if outputs is None else outputs / temperature
+            temperature, is_greedy = draws.of_rows(3)
+            times = arrival_times(draws.keys, ids).log().masked_fill(is_greedy, 0)
+            base = base / temperature - times
+            outputs = None if outputs is None else outputs / temperature[..., None]
         return cls(block, ids, base, outputs)
 
     def at(self, depth: int) -> list[torch.Tensor | None]:

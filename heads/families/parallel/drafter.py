@@ -10,7 +10,7 @@ from drafthead.core.coupling import DRAWS, Choice, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
 from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
-from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
@@ -89,6 +89,8 @@ class Growing(NamedTuple):
 @register_head_drafter(ParallelHead)
 class ParallelDrafter(HeadDrafter[ParallelHead]):
     """A block-parallel head on its most probable trees, or on static ones."""
+
+    on_device = True
 
     def __init__(self, head: ParallelHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the block."""
@@ -269,7 +271,7 @@ class ParallelSession(LateReader, OnDevice):
         self.before = at_last(fused, lengths)
 
     @torch.no_grad()
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         self.cache.settle()
         if isinstance(random, RowRandom) or self.drafter.fixed is not None:
             return self._filled(budget, sampling, random)
@@ -325,7 +327,7 @@ class ParallelSession(LateReader, OnDevice):
         self.before = drafted.before
         return drafted.tables
 
-    def _filled(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def _filled(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
         hidden, logits = self._passed(self.drafter.block)
         assert self.roots is not None

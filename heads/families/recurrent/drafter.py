@@ -5,7 +5,7 @@ import torch
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice
 from drafthead.core.drafting.row_state import RowState
-from drafthead.core.sampling import RowRandom, SamplingConfig
+from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import register_head_drafter
@@ -112,7 +112,7 @@ class RecurrentSession(LateReader, OnDevice):
         self.root_guess = self.reader.read(committed)
 
     @torch.no_grad()
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         drafter = self.drafter
         self.reader.cache.settle()
         if isinstance(random, RowRandom) or drafter.fixed is not None:
@@ -176,7 +176,7 @@ class RecurrentSession(LateReader, OnDevice):
         one = (Guess(*(part[:, d, None] for part in later)) for d in range(depth - 1))
         return [self.root_guess, *one]
 
-    def _filled(self, shape: TreeShape, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def _filled(self, shape: TreeShape, sampling: Sampling, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
         assert self.roots is not None and self.root_guess is not None
         latest, visible = self.root_guess, self.drafter.visible(shape)
@@ -202,6 +202,8 @@ class RecurrentDrafter(RecurrentPasses):
 
     The static trees are the fixed one, or those grown from measured paths.
     """
+
+    on_device = True
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         return RecurrentSession(self, rows=len(lengths))

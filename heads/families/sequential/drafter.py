@@ -8,7 +8,7 @@ import torch
 from drafthead.core.coupling import Choice
 from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
 from drafthead.core.kv_cache.column_cache import CacheColumns
-from drafthead.core.sampling import SamplingConfig
+from drafthead.core.sampling import Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
@@ -110,7 +110,7 @@ class SequentialSession(LateReader):
         return at_last(states, lengths)
 
     @torch.no_grad()
-    def propose(self, budget: Budget, sampling: SamplingConfig, random: Choice) -> TokenTree:
+    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         self.catch_up()
         assert self.state is not None and self.roots is not None
         drafter, states = self.drafter, self.state[:, None]

@@ -137,5 +137,5 @@ def test_moves_spill_no_registers(compiled: list, tmp_path: Path) -> None:
 def test_draws_spill_no_registers(dtype: torch.dtype, compiled: list, tmp_path: Path) -> None:
     logits = torch.zeros(1, 4, 128_256, dtype=dtype)
     speeds = logits.float()
-    first_kept(logits, speeds[..., :1], speeds, torch.ones(4))
+    first_kept(logits, speeds[..., :1], speeds, torch.ones(1, 4))
     check_resources(*compiled, tmp_path)

@@ -9,7 +9,7 @@ from drafthead.backends.cuda import kept_draws
 from drafthead.backends.cuda.kept_draws import draw, first_kept
 from drafthead.core import sampling
 from drafthead.core.kv_cache.cache_memory import CacheMemory
-from drafthead.core.sampling import NO_TOKEN, SamplingConfig, probabilities
+from drafthead.core.sampling import NO_TOKEN, RowSampling, SamplingConfig, probabilities
 
 DEVICE = torch.device("cpu" if not torch.cuda.is_available() else "cuda")
 LAWS = [
@@ -24,6 +24,11 @@ LAWS = [
     SamplingConfig(2.0, min_p=0.1),
     SamplingConfig(3.0, top_k=100),
 ]
+
+
+def settings_of(law: SamplingConfig, rows: int) -> torch.Tensor:
+    """Settings [B, 4] of rows that are sampled alike."""
+    return RowSampling((law,) * rows).settings(DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +60,7 @@ def case(dtype: torch.dtype) -> torch.Tensor:
 )
 def test_the_first_of_what_is_kept_is_found(law: SamplingConfig, dtype: torch.dtype) -> None:
     """Where the quickest tokens are mostly not kept, and by the speeds of races."""
-    logits, settings = case(dtype)[2:6, :1], law.settings(DEVICE)
+    logits, settings = case(dtype)[2:6, :1], settings_of(law, 4)
     generator = torch.Generator().manual_seed(1)
     kept = probabilities(logits, law) > 0
     has_mass = probabilities(logits, SamplingConfig(law.temperature)) > 0
@@ -69,19 +74,32 @@ def test_the_first_of_what_is_kept_is_found(law: SamplingConfig, dtype: torch.dt
 
 def test_a_row_is_drawn_alike_alone_and_in_a_tree_and_without_filters_by_torch() -> None:
     logits, law = case(torch.bfloat16), LAWS[0]
-    keys, settings = torch.arange(16, device=DEVICE).view(8, 2), law.settings(DEVICE)
+    keys, settings = torch.arange(16, device=DEVICE).view(8, 2), settings_of(law, 8)
     together = draw(logits, keys, keys, keys, settings, True)
     alone = draw(logits[:, 1:], *[keys[:, 1:]] * 3, settings, True)
     assert together[:, 1:].equal(alone)
-    given = keys, keys, keys, SamplingConfig(1.0).settings(DEVICE), False
+    given = keys, keys, keys, settings_of(SamplingConfig(1.0), 8), False
     assert draw(logits, *given).equal(sampling.draw(logits, *given))
+
+
+def test_each_row_has_a_law_of_its_own() -> None:
+    """Bit by bit that which it has alone; a greedy row its most probable token."""
+    logits, laws = case(torch.bfloat16), (SamplingConfig(), SamplingConfig(1.0), *LAWS[:6])
+    keys = torch.arange(16, device=DEVICE).view(8, 2)
+    given = keys, keys, keys
+    together = draw(logits, *given, RowSampling(laws).settings(DEVICE), True)
+    assert together[0].equal(sampling.most_probable(logits[0]))
+    for row, law in enumerate(laws[1:], 1):
+        alone = [each[row : row + 1] for each in (logits, *given)]
+        drawn = draw(*alone, settings_of(law, 1), not law.whole)
+        assert drawn.equal(together[row : row + 1])
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
 def test_logits_without_a_law_give_no_token(odd: float) -> None:
     logits = torch.zeros(3, 1, 70, device=DEVICE)
     logits[1, :, 3 if odd != -torch.inf else slice(None)] = odd
-    keys, settings = torch.arange(3, device=DEVICE)[:, None], LAWS[0].settings(DEVICE)
+    keys, settings = torch.arange(3, device=DEVICE)[:, None], settings_of(LAWS[0], 3)
     drawn = draw(logits, keys, keys, keys, settings, True)
     assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all()
 

@@ -1,13 +1,18 @@
 """Recorded calls, with a rehearsal in place of the GPU: it repeats the call at fixed addresses."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from threading import Event
+from time import sleep
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
 
 import pytest
 import torch
 from rehearsal import Rehearsal
 
+from drafthead.backends import compiled
+from drafthead.backends.compiled import Compiled
 from drafthead.backends.cuda import recordings
 from drafthead.backends.cuda.recordings import (
     MOST_KEPT,
@@ -251,3 +256,42 @@ def test_a_part_of_a_long_table_keeps_nothing_of_it() -> None:
     recording([torch.zeros(2, 8)], column, parts[1], 1)
     del parts
     assert [part() for part in kept] == [None, None]
+
+
+@pytest.mark.parametrize("way", ["another shape", "another function", "its first call"])
+def test_nobody_waits_for_what_another_thread_compiles(way: str, monkeypatch) -> None:
+    """A call that has a recording goes on; one that has none waits for its turn to be made."""
+    begun, go_on, rehearsal = Event(), Event(), Rehearsal()
+    monkeypatch.setattr(
+        compiled, "Recordings", lambda function, held: Recordings(function, held, rehearsal)
+    )
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        """Stands for code that is compiled when a wide tensor comes for the first time."""
+        if len(x) > 1 and not begun.is_set():
+            begun.set()
+            assert go_on.wait(10)
+        return x + 1
+
+    def function(run: Any) -> Compiled:
+        return Compiled(run, torch.device("cuda"), torch.float32, {"x": "N"})
+
+    calls = function(slow)
+    other = calls if way == "another shape" else function(lambda x: x + 1)
+    if way != "its first call":
+        other(torch.zeros(1))
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(calls, torch.zeros(2))
+        assert begun.wait(10)
+        second = threads.submit(other, torch.ones(1))
+        third = threads.submit(calls, torch.ones(3))
+        if way == "its first call":  # which makes a recording, too
+            sleep(0.05)
+            assert not second.done()
+        else:
+            assert second.result(10).tolist() == [2.0], "while the first is compiled"
+        assert not third.done() and not first.done()
+        go_on.set()
+        assert first.result(10).tolist() == [1.0] * 2
+        assert (second.result(10).tolist(), third.result(10).tolist()) == ([2.0], [2.0] * 3)
+    assert calls.seconds > 0 and rehearsal.recorded == 3

@@ -306,10 +306,10 @@ def test_what_fails_ends_one_answer_and_no_other(target, monkeypatch, where) -> 
 
         monkeypatch.setattr(Stepper, "prefill", or_fail)
     else:  # of a batch of its own
-        requests[1] = decoder.request(prompts[1], read_options({"temperature": 0.5}))
+        requests[1] = decoder.request(prompts[1], read_options({"logprobs": 1}))
         step = ServedRows.step
         monkeypatch.setattr(
-            ServedRows, "step", lambda rows: fail() if rows.way.sampling.temperature else step(rows)
+            ServedRows, "step", lambda rows: fail() if rows.way.logprobs else step(rows)
         )
     tickets = [Ticket(n, request) for n, request in enumerate(requests)]
     found = all_gains(decoder.running_rows(6), tickets, at_once=4)

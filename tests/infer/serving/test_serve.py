@@ -56,7 +56,7 @@ def greedy_answers(target) -> list[list[int]]:
 
 @pytest.mark.parametrize("max_rows", [1, 4])
 def test_each_request_has_its_own_sampling_and_stops(make_target, max_rows) -> None:
-    """Whatever runs beside it: those that sample otherwise take turns with it."""
+    """Whatever runs beside it."""
     decoder = Decoder(Target(make_target(vocab=260).model, byte_tokenizer()), PromptLookup(3))
     ways: list[dict[str, Any]] = [
         {},

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from planned import size_of
 
+from drafthead.core.sampling import RowSampling, SamplingConfig
 from drafthead.core.storage import disk_cache
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -27,6 +28,7 @@ from drafthead.infer.verifiers import verifier_for
 DRAFTER = PromptLookup(2)
 DRAFTER.budgets = chain_budgets(2)
 KIND = StepKind("greedy", 1, filters=False, processors=False)
+GREEDY = RowSampling((SamplingConfig(),))
 CHEAP = {None: 0.5} | dict.fromkeys(DRAFTER.budgets, 0.51)
 DEAR = {None: 0.5} | dict.fromkeys(DRAFTER.budgets, 5.0)
 
@@ -152,7 +154,7 @@ def test_a_long_text_makes_no_draft_dear_for_short_ones(target) -> None:
         size = size_of(planner)
         took = 5.0 if size is not None and columns > 1024 else 1.0
         planner.learn([1 + (size.depth if size else 0)], took)
-        planner.meet(1, columns)
+        planner.meet(1, columns, GREEDY)
     assert size_of(planner) is None, "drafts cost five plain steps"
     planner.finish()
     assert size_of(plans.planner(KIND, 0.0)) is not None
@@ -195,15 +197,28 @@ def test_the_last_rows_of_a_batch_make_no_draft_cheap_for_many(target) -> None:
     before = ratios(plans, many)
     planner = plans.planner(many, 0.0)
     for rows in [16] * 40 + [1] * 200:
-        planner.meet(rows, 100)
+        planner.meet(rows, 100, GREEDY)
         size = size_of(planner)
         took = CHEAP if rows == 1 else DEAR
         planner.learn([1 + (size.depth if size else 0)] * rows, took[size])
     assert size_of(planner) is not None, "one row drafts"
-    planner.meet(16, 100)
+    planner.meet(16, 100, GREEDY)
     assert size_of(planner) is None, "sixteen do not"
     planner.finish()
     assert ratios(plans, many) == pytest.approx(before, rel=0.05)
+
+
+def test_a_batch_of_several_laws_has_plans_of_its_own_and_its_rest_goes_back(target) -> None:
+    """Greedy rows among others follow the rule of these; those that are left have their own."""
+    plans = Plans(target, DRAFTER)
+    planner, drawn = plans.planner(KIND, 0.0), SamplingConfig(0.7, top_p=0.9)
+    for rows in (GREEDY.rows, (*GREEDY.rows, drawn), (drawn, drawn), GREEDY.rows):
+        planner.meet(len(rows), 100, RowSampling(rows))
+    known = {(kind.rule, kind.rows, kind.filters, temperature) for kind, temperature in plans.plans}
+    assert known == {
+        ("greedy", 1, False, 0.0), ("match", 2, True, None), ("match", 2, True, 0.7),
+    }  # fmt: skip
+    assert planner.plan is plans.plan(KIND, 0.0)
 
 
 # ---- a busy hour --------------------------------------------------------------------------------

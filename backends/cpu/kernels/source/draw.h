@@ -101,7 +101,7 @@ struct Row {
 };
 
 // Of trees [rows, nodes] the target's own token after each node on the accepted path, -1 elsewhere;
-// logits [rows, nodes, size].
+// logits [rows, nodes, size], settings [rows, 4].
 template <typename logit_t>
 void draw(const logit_t* logits, const int64_t* tree, const int64_t* parents, const int64_t* keys,
           const float* settings, int64_t* tokens, int64_t rows, int64_t nodes, int64_t size,
@@ -112,7 +112,7 @@ void draw(const logit_t* logits, const int64_t* tree, const int64_t* parents, co
         const int64_t start = r * nodes;
         std::fill_n(tokens + start, nodes, -1);
         for (int64_t node = 0; node < nodes;) {
-            const Row<logit_t> row(logits + (start + node) * size, size, Settings(settings),
+            const Row<logit_t> row(logits + (start + node) * size, size, Settings(settings + 4 * r),
                                    masses);
             const int64_t token = tokens[start + node] = row.token(keys[start + node]);
             int64_t child = token < 0 ? nodes : 1;

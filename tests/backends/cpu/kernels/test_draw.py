@@ -5,7 +5,7 @@ import torch
 
 from drafthead.backends.cpu.kernels import library
 from drafthead.core import sampling
-from drafthead.core.sampling import NO_TOKEN, SamplingConfig, probabilities, race
+from drafthead.core.sampling import NO_TOKEN, RowSampling, SamplingConfig, probabilities, race
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 CPU = torch.device("cpu")
@@ -21,6 +21,11 @@ PARENTS = torch.tensor([-1, 0, 0, 2])
 
 
 kernel = torch.ops.drafthead.draw
+
+
+def settings_of(law: SamplingConfig, rows: int) -> torch.Tensor:
+    """Settings [B, 4] of rows that are sampled alike."""
+    return RowSampling((law,) * rows).settings(CPU)
 
 
 def case(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +45,7 @@ def test_drawn_tokens_are_those_of_torch(dtype, size) -> None:
     """
     logits, keys = case(dtype, size)
     for law in FILTERS:
-        settings = law.settings(CPU)
+        settings = settings_of(law, 200)
         expected = race(probabilities(logits, law), keys)
         of_torch = sampling.draw(logits, keys, keys, keys, settings, not law.whole)
         assert torch.equal(of_torch, expected)
@@ -50,6 +55,25 @@ def test_drawn_tokens_are_those_of_torch(dtype, size) -> None:
         found = kernel(logits, tokens, parents, keys, settings, False)
         on_path = torch.tensor([True, False, True, False])
         assert torch.equal(found, torch.where(on_path, expected, NO_TOKEN)), law
+
+
+def test_each_row_has_a_law_of_its_own() -> None:
+    """Bit by bit that which it has alone; a greedy row its most probable token."""
+    logits, keys = case(torch.bfloat16, 64)
+    laws = [SamplingConfig(), SamplingConfig(1.0), *FILTERS][:8]
+    logits, keys, tokens = (
+        logits[100:108, :1],
+        keys[100:108, :1],
+        torch.zeros(8, 1, dtype=torch.long),
+    )
+    tree = tokens, tokens - 1, keys
+    with torch.inference_mode():
+        found = kernel(logits, *tree, RowSampling(tuple(laws)).settings(CPU), False)
+        assert torch.equal(found[0], sampling.most_probable(logits[0]))
+        for row, law in enumerate(laws):
+            own = [each[row : row + 1] for each in (logits, *tree)]
+            alone = kernel(*own, settings_of(law, 1), False)
+            assert torch.equal(found[row], alone[0]), law
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,5 +86,5 @@ def test_logits_without_a_law_give_no_token(dtype, law) -> None:
         logits[row, 0, place], logits[row + 6, 0, place] = torch.nan, torch.inf
     logits[13] = -torch.inf
     tree = torch.zeros(16, 2, dtype=torch.long), PARENTS[:2].repeat(16, 1)
-    found = kernel(logits, *tree, keys, law.settings(CPU), False)[:, 0]
+    found = kernel(logits, *tree, keys, settings_of(law, 16), False)[:, 0]
     assert (found == NO_TOKEN).nonzero().flatten().tolist() == [1, 3, 5, 7, 9, 11, 13]
