@@ -57,5 +57,5 @@ def test_a_share_that_leaves_nothing_is_an_error(source: str, share: float) -> N
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
 def test_a_share_is_between_0_and_1(share: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(UserError, match=r"validation_share must lie in \(0, 1\)"):
         DataConfig("a.jsonl", validation_share=share)

@@ -13,7 +13,7 @@ from drafthead.backends.cpu.kernels import library, packing
 from drafthead.backends.cpu.substitutions import replacement_of
 from drafthead.core import sampling
 from drafthead.core.kv_cache.column_cache import move_columns
-from drafthead.core.sampling import SamplingConfig
+from drafthead.core.sampling import RowSampling, SamplingConfig
 
 pytestmark = pytest.mark.skipif(
     not (has_kernels() and library.loaded()), reason="there are no kernels for this processor"
@@ -85,7 +85,7 @@ DIMS = {
     "x": "B .", "y": "B .", "each": ". B .", "query": "B . N .", "keys": "B . . .",
     "values": "B . . .",
     "mask": "B . N S", "logits": "B N .", "tokens": "B N", "parents": "B N", "draws": "B N",
-    "settings": ".", "source": "B P", "place": "B P",
+    "settings": "B .", "source": "B P", "place": "B P",
 }  # fmt: skip
 
 
@@ -103,9 +103,10 @@ def arguments(rows: int) -> list[torch.Tensor]:
     parents = torch.tensor([-1, 0, 0, 2]).repeat(rows, 1)
     draws = torch.randint(-(2**63), 2**63 - 1, (rows, nodes))
     source, place = torch.tensor([[9, 12, 14], [8, 11, 9]]), torch.tensor([[8, 9, 10], [7, 8, 9]])
+    settings = RowSampling((SamplingConfig(0.7),) * rows).settings(CPU)
     return [
         x, y, each, query.transpose(1, 2), keys, values, mask.bfloat16(), logits,
-        torch.randint(VOCAB, (rows, nodes)), parents, draws, SamplingConfig(0.7).settings(CPU),
+        torch.randint(VOCAB, (rows, nodes)), parents, draws, settings,
         source[:rows], place[:rows],
     ]  # fmt: skip
 
