@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -215,6 +216,12 @@ class DecodeOptions:
         return {name: value for name, value in named.items() if value is not None}
 
 
+@lru_cache  # each step asks again for each row
+def at_temperature(sampling: SamplingConfig, temperature: float) -> SamplingConfig:
+    """A way of sampling, but at another temperature."""
+    return replace(sampling, temperature=temperature)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request(DecodeOptions):
     """What to decode, and how: the options of a call with its prompts as token ids."""
@@ -244,7 +251,7 @@ class Request(DecodeOptions):
         """
         if self.draft_temperature is None or sampling.greedy:
             return sampling
-        return replace(sampling, temperature=self.draft_temperature)
+        return at_temperature(sampling, self.draft_temperature)
 
     @property
     def samples_in_graphs(self) -> bool:

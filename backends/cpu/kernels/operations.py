@@ -32,6 +32,7 @@ def operation(signature: str, shape: Function | None = None) -> Callable[[Functi
     name = f"drafthead::{signature.partition('(')[0]}"
 
     def register(function: Function) -> Function:
+        """Make a function what the operation runs; returns it."""
         torch.library.define(
             name, signature[signature.index("(") :], tags=(torch.Tag.pt2_compliant_tag,)
         )
