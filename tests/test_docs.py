@@ -1,4 +1,4 @@
-"""README.md and docs/: pages name files that exist, and their Python runs."""
+"""README.md and docs/: links lead somewhere, Python runs, and pages are few words."""
 
 import re
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
@@ -15,7 +16,10 @@ from drafthead.infer.verifiers import VERIFIERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").glob("*/*.md")]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+MOST_WORDS = 22_000  # of all pages in docs/
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
 FILE = re.compile(  # in code quotes
     r"`((?:assets|backends|benchmarks|configs|contrib|docs|heads|infer|lab|scripts|tests|train)/[\w/.-]+\.\w+)`"
 )
@@ -28,6 +32,40 @@ def test_a_page_names_no_missing_file(page: Path) -> None:
     named = {page.parent / link for link in LINK.findall(text)}
     named |= {ROOT / path for path in FILE.findall(text)}
     assert not [str(path) for path in named if not path.exists()]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs name them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_to_a_heading_finds_it(page: Path) -> None:
+    links = [
+        (page.parent / file if file else page, anchor)
+        for file, anchor in ANCHOR.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert not [(str(to), anchor) for to, anchor in links if anchor not in anchors_of(to)]
+
+
+def test_the_site_has_every_page_once() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = re.findall(r"[\w.]+\.md", str(nav))
+    assert sorted(listed) == [page.name for page in DOCS]
+
+
+def test_the_pages_can_be_read_in_an_afternoon() -> None:
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in DOCS) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.name)
+def test_the_code_of_a_page_can_be_parsed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("```") % 2 == 0
+    for language, code in re.findall(r"```(python|yaml)\n(.*?)```", text, re.DOTALL):
+        compile(code, page.name, "exec") if language == "python" else yaml.safe_load(code)
 
 
 def python_of(page: str) -> list[str]:
@@ -51,7 +89,7 @@ def test_the_python_of_a_page_runs(page: str) -> None:
     for block in python_of(page):
         # Plain decoding, as nothing is trained, of a model that needs no network.
         block = block.replace(', draft="runs/demo/head"', "")
-        shipped = '"smollm2", draft=["assets/smollm2_eagle3", "lookup"]'
+        shipped = '"smollm2", draft=["smollm2-eagle3", "lookup"]'
         block = block.replace(shipped, '"assets/demo_target"')
         exec(block.replace("max_new_tokens=64", "max_new_tokens=4"), scope)
     assert isinstance(scope.get("decoder"), Decoder), "the page shows how to make a decoder"

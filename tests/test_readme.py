@@ -1,5 +1,6 @@
-"""README.md's own command lines: the command line knows all of them, and small they run."""
+"""Command lines in README.md and docs/ are valid; those of README.md also run, made small."""
 
+import re
 import shlex
 import sys
 from inspect import signature
@@ -15,12 +16,23 @@ from drafthead.scripts import build, cli, stages
 ROOT = Path(__file__).parent.parent
 PROMPTS = str(ROOT / "assets" / "demo_prompts" / "validation.jsonl")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = TEXT.split("```")[1::2]
-LINES = [
-    shlex.split(line, comments=True)[1:]
-    for block in BLOCKS
-    for line in block.splitlines()
-    if line.startswith("drafthead ")
+
+
+def lines_of(text: str) -> list[list[str]]:
+    """The words of each command line in a page's blocks; of optional ones, [...], all are given."""
+    return [
+        shlex.split(re.sub(r"\[(--[^]]*)\]", r"\1", line), comments=True)[1:]
+        for block in text.split("```")[1::2]
+        for line in block.splitlines()
+        if line.startswith("drafthead ") and " ... " not in line
+    ]
+
+
+LINES = lines_of(TEXT)
+DOCS = [
+    words
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for words in lines_of(page.read_text(encoding="utf-8"))
 ]
 EXAMPLES = [
     [name, verb_name, *shlex.split(verb.example)]
@@ -36,8 +48,8 @@ def verb_of(words: list[str]) -> str:
     return verb
 
 
-@pytest.mark.parametrize("words", [*LINES, *EXAMPLES], ids=" ".join)
-def test_a_line_of_the_readme_or_of_help_is_one_of_the_command_line(
+@pytest.mark.parametrize("words", [*LINES, *DOCS, *EXAMPLES], ids=" ".join)
+def test_a_line_of_a_page_or_of_help_is_one_of_the_command_line(
     words, monkeypatch, tmp_path
 ) -> None:
     """Its verb exists, takes all its options, and lacks none; nothing is run."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ KeysType = TypeVar("KeysType", bound=Keys)
 
 # A file may hold one tensor under several names, but not so often that memory runs out.
 MOST_REPEATED = 2
+# The heads that the package contains, by the name that `--draft` takes.
+SHIPPED_HEADS = {"smollm2-eagle3": "smollm2_eagle3"}
 SAFE_FILES = ["*.json", "*.safetensors"]
 PICKLED_FILES = ["*.json", "*.bin", "*.pt", "*.pth"]  # scanned before they are loaded
 # Names of modules that training wraps around others, and outer ones that some projects save too.
@@ -223,11 +226,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def local_copy(path: Path) -> Path:
-    """`path` if it is here, else for OWNER/NAME the folder with the hub's files of that name.
+    """`path` if it is here; else the folder of a shipped head, or of OWNER/NAME's files on the hub.
 
     Pickles are brought only where there is no file in safetensors. Raises UserError where the hub
     cannot be reached, or does not have or give the repository.
     """
+    if not path.exists() and str(path) in SHIPPED_HEADS:
+        return Path(str(resources.files("drafthead.assets") / SHIPPED_HEADS[str(path)]))
     if path.exists() or not may_be_hub_id(path):
         return path
     try:

@@ -1,0 +1,1 @@
+"""drafthead.assets: data files only; the package contains the head of `smollm2_eagle3`."""
