@@ -124,46 +124,67 @@ Positive = Annotated[float, Field(gt=0)]
 
 MaxNewTokens = Annotated[
     AtLeastOne,
-    Field(description="Most new tokens in an answer."),
+    Field(description="Maximum number of new tokens per answer."),
     called("max_tokens", "max_completion_tokens", "max_output_tokens"),
 ]
-Temperature = Annotated[Number, AfterValidator(in_float32), Field(description="0 is greedy.")]
-TopK = Annotated[Integer, Field(ge=0, description="Keep the k most probable tokens; 0 keeps all.")]
+Temperature = Annotated[
+    Number,
+    AfterValidator(in_float32),
+    Field(description="Sampling temperature; 0 is greedy decoding."),
+]
+TopK = Annotated[
+    Integer, Field(ge=0, description="Sample from the k most probable tokens; 0 uses all.")
+]
 # Rounded to 0 in float32 it would keep no token, and the kernel for GPUs would not end.
 LEAST_TOP_P = 1e-30
 TopP = Annotated[
-    Number, Field(ge=LEAST_TOP_P, le=1, description="Keep the most probable mass; 1 keeps all.")
+    Number,
+    Field(
+        ge=LEAST_TOP_P,
+        le=1,
+        description="Sample from the most probable tokens with this total probability; 1 uses all.",
+    ),
 ]
 Seed = Annotated[
     Integer,
-    Field(description="For sampled answers: same seed, same answer (with the same tree size)."),
+    Field(
+        description="Random seed. The same seed gives the same answer (with some rules only for "
+        "the same tree size)."
+    ),
 ]
 BatchSize = Annotated[
     AtLeastOne,
     InShell("--batch-size"),
-    Field(description="Prompts that are decoded together."),
+    Field(description="Number of prompts decoded together."),
 ]
-TargetName = Annotated[str, Field(description="Target model: folder, GGUF file or hub id.")]
+TargetName = Annotated[
+    str,
+    Field(
+        description="The model: a folder, a GGUF file, a hub id, or "
+        "smollm2 after `drafthead fetch`."
+    ),
+]
 DtypeName = Annotated[
     str,
     Field(
-        description="auto, float32, bfloat16, float16; or a lossy copy of the model: int7, with "
-        "weights of seven bits, of which compiled passes on a CPU read half as much; int8 or int4, "
-        "those of bitsandbytes, uncompiled."
+        description="Number type of the weights: auto, float32, bfloat16 or float16. int7 rounds "
+        "weights to seven bits for faster decoding on a CPU; int8 and int4 use "
+        "bitsandbytes and are not compiled. These three change the text."
     ),
 ]
 RULES = (
-    "Acceptance rule: auto, greedy, rejection, traversal and match are lossless. Lossy ones change "
-    "the output: typical, lenient, and at temperature 0 top_k and distance"
+    "Acceptance rule. Exact: auto, greedy, match, rejection and traversal. Not exact, so the text "
+    "changes: typical, lenient, and at temperature 0 top_k and distance"
 )
 RuleName = Annotated[str, Field(description=f"{RULES}.")]
-DeviceName = Annotated[str, Field(description="auto, cpu or cuda.")]
+DeviceName = Annotated[str, Field(description="Device: auto, cpu or cuda.")]
 CompileSwitch = Annotated[
     bool | None,
     Field(
-        description="Compile drafts on a CPU with our kernels, and elsewhere passes: minutes the "
-        "first time, then faster. Without, a GPU records passes, and a CPU runs our kernels; with "
-        "--no-compile they run as the model is written."
+        description="Compile for more speed. It takes minutes the first time and is cached. On an "
+        "x86 CPU the drafts of heads are compiled, elsewhere the whole pass. By "
+        "default nothing is compiled: a GPU uses CUDA graphs, a CPU our kernels. "
+        "--no-compile runs the model as it is written."
     ),
 ]
 TemplateArguments = Annotated[
@@ -171,8 +192,8 @@ TemplateArguments = Annotated[
     BeforeValidator(template_values),
     InShell("--template-argument"),
     Field(
-        description="Of the chat template, its value as JSON: enable_thinking=false. May be "
-        "repeated. Rows that have their own keep those."
+        description="Argument for the chat template, with a JSON value: enable_thinking=false. "
+        "Repeatable. Rows that have their own arguments keep them."
     ),
 ]
 

@@ -16,37 +16,41 @@ if TYPE_CHECKING:
 
 def main(
     *,
-    url: Annotated[
-        str, typer.Argument(help="Address of an OpenAI-compatible server: http://HOST:PORT.")
-    ],
+    url: Annotated[str, typer.Argument(help="Address of the server: http://HOST:PORT.")],
     model: options.Model,
     head: Annotated[
         str | None,
         typer.Option(
-            help="What it should draft with, to compare counters: a head, a draft model, a table "
-            "of n-grams, or lookup."
+            help="What the server drafts with: a head, a draft model, an n-gram table, or lookup. "
+            "Its counters are then compared with decoding here."
         ),
     ] = None,
     server_model: Annotated[
-        str | None, typer.Option(help="Its name of the model, if it serves several.")
+        str | None, typer.Option(help="Name of the model on the server, if it serves several.")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="JSONL, Parquet or data set; a few questions by default.")
+        str | None,
+        typer.Option(
+            help="Prompts: a JSONL or Parquet file, a folder or a data set. "
+            "By default a few questions."
+        ),
     ] = None,
     limit: options.PromptLimit = 8,
     max_new_tokens: MaxNewTokens = 64,
     samples: Annotated[
-        int, typer.Option(help="Short continuations at temperature 1, after each of two prompts.")
+        int, typer.Option(help="Short samples at temperature 1, for each of two prompts.")
     ] = 200,
     output: options.JsonFile = None,
 ) -> None:
-    """Test a server from outside: vLLM, SGLang, llama.cpp, drafthead serve, or any other.
+    """Test a running server: does it write the model's text, and accept as many drafts?
 
-    The target is loaded here and reads the server's answers: greedy tokens must be its own choice,
-    up to ties that rounding decides; copied identifiers, too; short sampled answers must follow its
-    law; log-probabilities must be its own; chats must be rendered as here. With --head the drafts
-    that the server accepts, by position, are compared with decoding here; nobody else should use
-    the server meanwhile. Of a fault a likely cause is named. The exit status is 1 if there is one.
+    This works with any OpenAI-compatible server (vLLM, SGLang, llama.cpp, drafthead). The model is
+    loaded here to check the server's answers: greedy tokens must be the model's own choice, up to
+    ties from rounding; short samples must follow its distribution; log-probabilities and the chat
+    template must be the same. With --head, the drafts that the server accepts at each position are
+    compared with decoding here. Nobody else should use the server meanwhile.
+
+    If a check fails, a likely cause is named and the exit status is 1.
     """
     import json
 

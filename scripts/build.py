@@ -19,44 +19,53 @@ def main(
     *,
     model: options.Model,
     output: Annotated[
-        Path, typer.Option(help="Folder of the build; the same command goes on with it.")
+        Path,
+        typer.Option(
+            help="Output folder. Run the same command again to continue an interrupted build."
+        ),
     ],
     hours: Annotated[
-        float | None, typer.Option(help="Time for all of it; this or --minutes is required.")
+        float | None, typer.Option(help="Time budget in hours. You must give --hours or --minutes.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="The same in minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time budget in minutes.")] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
-            help="Prompts as your users send them: a file, folder or data set. Repeatable. "
-            "Without, the model writes users' messages itself."
+            help="Prompts like those of your users: a file, folder or data set. Repeatable. "
+            "Without it, the model invents prompts."
         ),
     ] = None,
     family: Annotated[
         str,
         typer.Option(
-            help=f"Of the head: {options.FAMILIES}. vLLM, SGLang and llama.cpp read "
+            help=f"Kind of head: {options.FAMILIES}. vLLM, SGLang and llama.cpp can all read "
             "eagle3-portable."
         ),
     ] = "eagle3",
     max_new_tokens: MaxNewTokens = 192,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for invented prompts and for the held-out split.")
+    ] = 0,
     compile: Annotated[
         bool | None,
-        typer.Option(help="Compile the passes; by default from 10 minutes on: it takes some."),
+        typer.Option(
+            help="Compile for more speed, which takes minutes. By default on from a "
+            "budget of 10 minutes."
+        ),
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Show what would be made, and what it needs; then end.")
+        bool, typer.Option("--plan", help="Print what the build would do and need, and exit.")
     ] = False,
 ) -> None:
-    """Make a model faster with the same text: one command from the model to a number.
+    """Find the fastest way to decode a model on this machine, in the time you give.
 
-    Plans, collects prompts and holds a share out, lets the model answer, counts n-grams, trains a
-    head, measures it, races all ways of decoding on prompts that nothing has seen, and writes
-    report.html and a model card. It ends with what is fastest here, by how much, and what to run.
+    The build collects prompts, generates the model's answers, counts n-grams, trains a head, and
+    times every method on prompts that were held out. It ends with the fastest method and the
+    command to run it, and writes report.html and a model card.
 
-    Killed at any moment, the same command goes on. More time, or another --family, repeats the
-    stages that it touches. build.yaml in the folder holds each choice, and each stage's command.
+    Run the same command again to continue an interrupted build. More time or another --family
+    repeats only the stages that change. build.yaml in the output folder records every decision and
+    the command of each stage.
     """
     if (total := 60 * (hours or 0) + (minutes or 0)) <= 0:
         raise UserError("a build needs time: give --minutes or --hours, above 0")

@@ -9,7 +9,10 @@ from drafthead.core.settings import CompileSwitch, MaxNewTokens, settings
 from drafthead.scripts import options
 
 NEW, HELP = "/new", "/help"
-COMMANDS = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C ends an answer"
+COMMANDS = (
+    "Commands: /new starts a new conversation, /help shows this line, /quit or Ctrl-D "
+    "exits. Ctrl-C stops an answer."
+)
 
 
 @settings(kw_only=True)
@@ -23,18 +26,15 @@ def main(
     *,
     model: options.Model,
     drafting: options.Drafting,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    show_drafts: Annotated[
-        bool, typer.Option(help="Colour the text that was drafted and accepted.")
-    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    show_drafts: Annotated[bool, typer.Option(help="Show accepted drafts in green.")] = False,
     turns: Turns,
     compile: CompileSwitch = None,
 ) -> None:
-    """Talk to a model, and see after each answer how fast it was.
+    """Chat with a model in the terminal. Each answer is followed by its speed.
 
-    Without --draft decoding is plain. Ctrl-C ends an answer, which stays as it is. /new begins a
-    new conversation, /quit or Ctrl-D ends, /help says so. Messages can also come through a pipe,
-    one a line.
+    Without --draft, decoding is plain. /new starts a new conversation, /quit or Ctrl-D exits,
+    Ctrl-C stops an answer and keeps its text. You can also pipe messages in, one per line.
     """
     from rich.console import Console
 

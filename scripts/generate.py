@@ -19,21 +19,24 @@ def main(
     logprobs: Annotated[
         int | None,
         typer.Option(
-            help="Print each token's log-probability, and so many of the target's most probable "
-            "tokens beside it; 0 for none."
+            help="Print the log-probability of each token and of this many alternatives; 0 for no "
+            "alternatives."
         ),
     ] = None,
     draft_temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of sampled drafts; changes speed, never the distribution."),
+        typer.Option(
+            help="Temperature at which drafts are sampled. It changes the speed, not the "
+            "distribution of the text."
+        ),
     ] = None,
     compile: CompileSwitch = None,
 ) -> None:
-    """Answer a prompt, printing the text while it is decoded, and report the speed.
+    """Answer one prompt and print the speed.
 
-    Without --draft decoding is plain. The answer goes to standard output, the speed to standard
-    error. Of several answers each is printed when all are there, after its number. Penalties that
-    are not --set are those of the model's own generation config.
+    Without --draft, decoding is plain. The answer is printed to standard output while it is
+    decoded, the speed to standard error. Several answers are printed with their numbers at the end.
+    Penalties that you do not set with --set come from the model's generation_config.json.
     """
     from drafthead.scripts import terminal
 

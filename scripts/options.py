@@ -151,14 +151,20 @@ def check_of(declared: Any) -> Callable[..., Any]:
 HeadPath = Annotated[
     Path,
     typer.Argument(
-        help="Trained head: a folder or a file of any known format, or OWNER/NAME on the hub.",
+        help="The head: a folder or file in any known format, OWNER/NAME on the hub, or "
+        "smollm2-eagle3.",
         metavar="HEAD",
     ),
 ]
-Prompt = Annotated[str | None, typer.Option(help="The user's message; by default standard input.")]
-PromptLimit = Annotated[AtLeastOne, Field(description="Use this many prompts, from the first.")]
+Prompt = Annotated[
+    str | None,
+    typer.Option(help="The user's message. Read from standard input if you leave it out."),
+]
+PromptLimit = Annotated[
+    AtLeastOne, Field(description="Number of prompts to use, from the start of the file.")
+]
 AnswerLimit = Annotated[
-    AtLeastOne, Field(description="Use this many conversations of a file, from the first.")
+    AtLeastOne, Field(description="Number of conversations to use, from the start of each file.")
 ]
 # What `train --init` and `build --family` take, and `head export --format`.
 FILES = [Path(file.name) for file in resources.files("drafthead.configs").iterdir()]
@@ -176,16 +182,18 @@ Rule = Annotated[
 ]
 PromptColumn = Annotated[
     str | None,
-    typer.Option(help="Column that holds the user's text, whatever other columns there are."),
+    typer.Option(help="Name of the column with the user's text."),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="End at the first row that cannot be used; else it is left out."),
+    typer.Option(
+        "--strict", help="Stop at the first row that cannot be used instead of skipping it."
+    ),
 ]
-NewFolder = Annotated[Path, typer.Option(help="Folder to write; it must be new or empty.")]
-JsonFile = Annotated[Path | None, typer.Option(help="JSON file to write.")]
+NewFolder = Annotated[Path, typer.Option(help="Output folder. It must be new or empty.")]
+JsonFile = Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Start the output from the beginning.")
+    bool, typer.Option("--overwrite", help="Start again instead of continuing the output file.")
 ]
 
 
@@ -211,29 +219,34 @@ class Drafting:
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="What proposes tokens: the folder or hub id of a head or a draft model, lookup "
-            "(what followed the same words in prompt and answer), ngrams:FOLDER of data index, "
-            "mtp or layers:0-9 of the target itself. Repeatable: lookup and ngrams go beside "
-            "others.",
+            help="What proposes tokens: a head or draft model (folder or hub id), smollm2-eagle3 "
+            "(the head for smollm2 that comes with drafthead), lookup (copies from the prompt"
+            " and answer), ngrams:FOLDER (a table from `data index`), or mtp or layers:0-9 "
+            "(parts of the model itself). Repeat it to add lookup or ngrams to another "
+            "drafter.",
             metavar="WHAT",
         ),
     ] = None
     tree_nodes: Annotated[
         int | None,
-        typer.Option(help="Nodes of every proposal, root included; by default planned by cost."),
+        typer.Option(
+            help="Fixed size of draft trees in nodes, root included. By default chosen "
+            "while decoding, from measured costs."
+        ),
     ] = None
     draft_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens on a path of a draft model, own layers or lookup; 4 by default."
+            help="Maximum tokens per draft of a draft model, of the model's own layers, or of "
+            "lookup alone. Default 4."
         ),
     ] = None
     same_bits: Annotated[
         bool,
         typer.Option(
             "--same-bits",
-            help="In 16 bits without our kernels: every pass reads 16 tokens, so that the text is "
-            "that of plain decoding with this option. Passes are dearer.",
+            help="Make 16-bit text identical to plain decoding where our CPU kernels are not "
+            "available, by padding every pass to 16 tokens. Slower.",
         ),
     ] = False
 
@@ -261,9 +274,9 @@ class Answers:
         list[str] | None,
         typer.Option(
             "--set",
-            help="Anything of transformers' GenerationConfig, and frequency_penalty and "
-            "presence_penalty: min_p=0.1, repetition_penalty=1.2, stop_strings=END, max_time=5, "
-            "num_beams=4, num_return_sequences=2. Repeatable.",
+            help="Any other setting of transformers' GenerationConfig, and frequency_penalty and "
+            "presence_penalty. For example min_p=0.1, repetition_penalty=1.2, "
+            "stop_strings=END, max_time=5, num_beams=4, num_return_sequences=2. Repeatable.",
             metavar="KEY=VALUE",
         ),
     ] = None

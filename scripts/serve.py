@@ -23,25 +23,26 @@ def main(
     *,
     model: options.Model,
     drafting: options.Drafting,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar=KEY, help="Key that requests must bring."),
+        typer.Option(envvar=KEY, help="API key that clients must send."),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name of the model for clients; by default that of --target.")
+        str | None,
+        typer.Option(help="Model name shown to clients. By default the name in --target."),
     ] = None,
     serving: Serving,
     grace: Annotated[
-        int, typer.Option(help="Seconds that running answers have after SIGTERM or Ctrl-C.", min=0)
+        int, typer.Option(help="Seconds to finish running answers after SIGTERM or Ctrl-C.", min=0)
     ] = 30,
     compile: CompileSwitch = None,
 ) -> None:
-    """Serve a model with a head to OpenAI's clients, with vLLM's metrics at /metrics.
+    """Serve a model with OpenAI's API, a chat page at / and Prometheus metrics at /metrics.
 
-    Without --draft decoding is plain. A page to chat with is at /. Ctrl-C or SIGTERM ends the
-    server once running answers have ended.
+    Without --draft, decoding is plain. On Ctrl-C or SIGTERM the server refuses new requests and
+    finishes running answers (see --grace).
     """
     from drafthead.serve.app import listen, make_app
 

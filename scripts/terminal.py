@@ -19,14 +19,14 @@ from drafthead.infer.request.text_pieces import GrowingAnswer
 PROMPT = "> "
 QUIT = "/quit"
 DRAFTED = "green"
-CUT = {"length": "; cut: --max-new-tokens allows no more", "cancelled": "; stopped"}
+CUT = {"length": "; cut off: raise --max-new-tokens for more", "cancelled": "; stopped"}
 
 
 def prompt_text(prompt: str | None) -> str:
     """The prompt, or standard input; raises UserError when it is empty."""
     text = prompt if prompt is not None else sys.stdin.read()
     if not text.strip():
-        raise UserError("the prompt is empty: pass --prompt or text on standard input")
+        raise UserError("the prompt is empty: use --prompt, or pipe text into standard input")
     return text
 
 

@@ -18,26 +18,32 @@ class Plan:
         bool,
         typer.Option(
             "--plan",
-            help="Show the memory, the disk and the time that the run will need, and end: computed "
-            "part by part, then measured in a few real steps.",
+            help="Print the memory, disk and time that the run will need, and exit. A few real "
+            "steps are tried.",
         ),
     ] = False
     devices: Annotated[
-        AtLeastOne, Field(description="Of a plan: processes that share the run.")
+        AtLeastOne, Field(description="With --plan: number of processes that share the run.")
     ] = 1
     memory: Annotated[
         str | None,
-        typer.Option(help="Of a plan: what a device has, as 80GB; default: what is here."),
+        typer.Option(
+            help="With --plan: memory of a device, such as 80GB. Default: this machine's."
+        ),
     ] = None
     tokens: Annotated[
         float | None,
-        typer.Option(help="Of a plan: supervised tokens to learn, for how long that takes."),
+        typer.Option(
+            help="With --plan: number of supervised tokens to train on, to predict the time."
+        ),
     ] = None
     measure: Annotated[
         bool,
-        typer.Option(help="Of a plan: try real steps, for a minute at most; or compute only."),
+        typer.Option(help="With --plan: try real steps, for at most a minute."),
     ] = True
-    output: Annotated[Path | None, typer.Option(help="Of a plan: JSON file to write.")] = None
+    output: Annotated[
+        Path | None, typer.Option(help="With --plan: also write the plan to this JSON file.")
+    ] = None
 
 
 def main(
@@ -49,11 +55,11 @@ def main(
         str | None,
         typer.Option(
             metavar="FAMILY",
-            help=f"Write FILE for this family, and end: {options.FAMILIES}.",
+            help=f"Write a configuration file for this family, and exit: {options.FAMILIES}.",
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --init: the model to fit FILE to.")
+        str | None, typer.Option(metavar="MODEL", help="With --init: the model to train for.")
     ] = None,
     plan: Plan,
     settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
@@ -61,16 +67,14 @@ def main(
     """Train draft heads on the hidden states of a frozen target.
 
     \b
-    A first FILE:       drafthead train --init parallel --target MODEL --config FILE
-    What it will need:  drafthead train --plan --config FILE
-    One process:        drafthead train --config FILE
-    With accelerate:    accelerate launch train/train_heads.py --config FILE
-    Two CPU processes:  accelerate launch --config_file configs/accelerate/cpu2.yaml
-                        train/train_heads.py --config FILE
-    Other settings:     ... --config FILE optimizer.lr=3e-4 train.max_minutes=10
+    Write FILE:        drafthead train --init eagle3 --target MODEL --config FILE
+    Check memory:      drafthead train --plan --config FILE
+    Train:             drafthead train --config FILE
+    Several processes: accelerate launch -m drafthead.train.train_heads --config FILE
+    Change settings:   drafthead train --config FILE optimizer.lr=3e-4 train.max_minutes=10
 
-    A file has the sections target, head, data, optimizer and train. Settings after it override it.
-    The same command continues a stopped run, and does nothing when the run is finished.
+    FILE has the sections target, head, data, optimizer and train. Run the same command again to
+    continue an interrupted run.
     """
     if plan.plan:
         from drafthead.lab.planned_training import plan_training
@@ -87,7 +91,7 @@ def main(
             "--output": plan.output, "--memory": plan.memory, "--tokens": plan.tokens,
             "--no-measure": not plan.measure,
         }  # fmt: skip
-        options.refuse(given, "only --plan plans a run")
+        options.refuse(given, "this option needs --plan")
         if init is not None or target is not None:
             from drafthead.train.run.starting_config import write_starting_config
 

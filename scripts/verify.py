@@ -26,9 +26,9 @@ class Exact(options.Model):
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32, bfloat16, float16 or auto. In 16 bits the target's own distribution "
-            "changes with the shape of a pass, which blurs the test; compiled passes in bfloat16 "
-            "must give plain decoding's text all the same."
+            help="Number type: float32, bfloat16, float16 or auto. In 16 bits, the model's own "
+            "distribution depends on the shape of a pass, which makes the test less precise. "
+            "With our CPU kernels in bfloat16, text must still be identical."
         ),
     ] = "float32"
 
@@ -38,11 +38,13 @@ class Sampling:
     """How the tested answers are sampled."""
 
     temperature: Annotated[
-        float, typer.Option(help="Of sampled answers; 0 tests only greedy answers.")
+        float, typer.Option(help="Temperature of the sampled answers; 0 tests only greedy answers.")
     ] = 1.0
     top_k: TopK = 0
     top_p: TopP = 1.0
-    repetition_penalty: Annotated[float, typer.Option(help="Of sampled answers; 1 is none.")] = 1.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Repetition penalty of the sampled answers; 1 is none.")
+    ] = 1.0
 
 
 @settings(kw_only=True)
@@ -53,8 +55,8 @@ class Decoding(options.Drafting):
     compile: Annotated[
         bool,
         typer.Option(
-            help="Test compiled passes. The target's law is computed by passes that are not "
-            "compiled, and so are plain answers, but for bfloat16 where we have kernels."
+            help="Test compiled decoding. The reference distribution still comes from passes that "
+            "are not compiled."
         ),
     ] = False
 
@@ -64,16 +66,20 @@ class Amount:
     """How much is tested."""
 
     prompts: Annotated[
-        str | None, typer.Option(help="JSONL, Parquet or data set; a few short prompts by default.")
+        str | None,
+        typer.Option(
+            help="Prompts: a JSONL or Parquet file, a folder or a data set. "
+            "By default a few short prompts."
+        ),
     ] = None
     limit: options.PromptLimit = 4
-    samples: Annotated[
-        int, typer.Option(help="Times that the first tokens after each prompt are sampled.")
-    ] = 256
-    answers: Annotated[AtLeastOne, typer.Option(help="Whole sampled answers per prompt.")] = 32
+    samples: Annotated[int, typer.Option(help="Samples of the first tokens after each prompt.")] = (
+        256
+    )
+    answers: Annotated[AtLeastOne, typer.Option(help="Longer sampled answers per prompt.")] = 32
     max_new_tokens: MaxNewTokens = 48
     false_alarm: Annotated[
-        float, typer.Option(help="Chance that exact decoding is called inexact.")
+        float, typer.Option(help="Probability that exact decoding fails the test.")
     ] = 1e-3
     seed: Seed = 0
 
@@ -86,14 +92,16 @@ def main(
     amount: Amount,
     output: options.JsonFile = None,
 ) -> None:
-    """Test whether decoding with a drafter gives the answers of the target alone.
+    """Test that decoding with a drafter gives the model's own text: PASS or FAIL.
 
-    Four tests: the acceptance rule on random tables whose distribution is known; the first tokens
-    of sampled answers, and all later ones, against the target's distribution, which is computed by
-    plain passes; greedy answers against plain decoding. "Found in 90%" is the power: the least
-    total variation that is noticed with that chance. The rule auto is what decoding uses: match, or
-    traversal with a draft model or own layers that are not compiled. Trees have 16 nodes unless
-    --tree-nodes says otherwise. The exit status is 0 for PASS and 1 for FAIL.
+    Four tests compare: the acceptance rule with random tables whose distribution is known; the
+    first tokens of sampled answers, and all later tokens, with the model's distribution; and greedy
+    answers with plain decoding. "Found in 90%" is the power of a test: the smallest total variation
+    that it finds with 90 % probability.
+
+    The rule auto is the one that decoding uses: match, or traversal for draft models and own layers
+    that are not compiled. Trees have 16 nodes unless you set --tree-nodes. The exit status is 0 for
+    PASS and 1 for FAIL.
     """
     from drafthead.core.sampling import SamplingConfig
     from drafthead.core.target.any_target import target_of
@@ -105,7 +113,7 @@ def main(
 
     effort = Effort(amount.samples, amount.answers, amount.max_new_tokens, amount.false_alarm)
     if not decoding.draft:
-        raise UserError("name what drafts with --draft: it is tested")
+        raise UserError("choose the drafter to test with --draft")
     nodes = decoding.tree_nodes or TREE_NODES
     decoder = replace(decoding, tree_nodes=nodes).decoder(model, decoding.compile)
     assert decoder.drafter is not None and decoder.budget is not None

@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 class Asked(options.Rows):
     """What is asked."""
 
-    prompts: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")]
+    prompts: Annotated[
+        str, typer.Option(help="Prompts: a .jsonl, .json or .parquet file, a folder or a data set.")
+    ]
     limit: Annotated[
-        int | None, typer.Option(help="Answer only this many rows, from the first.")
+        int | None, typer.Option(help="Number of rows to answer, from the start of the file.")
     ] = None
     samples: Annotated[
         AtLeastOne,
-        Field(description="Answers to each prompt, at a temperature above 0: rows ID, ID#2, ..."),
+        Field(description="Answers per prompt, at a temperature above 0; rows are ID, ID#2, ..."),
     ] = 1
     system: Annotated[
         str | None,
         typer.Option(
-            help="System message of conversations without one: the text, or @FILE.",
+            help="System message for conversations that have none: a text, or @FILE.",
             metavar="TEXT|@FILE",
         ),
     ] = None
@@ -41,23 +43,26 @@ class Asked(options.Rows):
 class Where:
     """Where it is answered, and written."""
 
-    output: Annotated[str, typer.Option(help="JSONL file to write; run again to resume.")]
+    output: Annotated[
+        str, typer.Option(help="JSONL file to write. Run the same command again to continue it.")
+    ]
     compile: CompileSwitch = None
     server: Annotated[
         str | None,
         typer.Option(
-            help="Address of an OpenAI-compatible server that answers; key: OPENAI_API_KEY."
+            help="Let this OpenAI-compatible server answer. The API key is read from "
+            "OPENAI_API_KEY."
         ),
     ] = None
     server_model: Annotated[
         str | None,
-        typer.Option(help="The target's name on the server, if that has several models."),
+        typer.Option(help="Name of the model on the server, if it serves several."),
     ] = None
     shard: Annotated[
         str | None,
         typer.Option(
-            help="Answer one of several parts, into a file of its own: 1/4 to 4/4. All of them "
-            "are read under the name of --output.",
+            help="Answer only this part of the prompts, such as 1/4, into its own file. Later "
+            "commands read all parts under the name in --output.",
             metavar="NUMBER/COUNT",
         ),
     ] = None
@@ -65,7 +70,7 @@ class Where:
 
 
 def main(*, model: options.Model, asked: Asked, answered: Answering, where: Where) -> None:
-    """Write the target's own answers to prompts; all user turns are answered in order."""
+    """Generate the model's own answers to prompts. All user turns are answered in order."""
     from drafthead.core.target.chat_template import check_template_arguments
     from drafthead.lab.reports.data_set import print_report
     from drafthead.train.data.conversations import read_conversations

@@ -26,30 +26,28 @@ def main(
     *,
     data: Annotated[
         str,
-        typer.Option(help="What the target has written: answers of data distill, or logs."),
+        typer.Option(help="The model's own answers: a file of `data distill`, or logs."),
     ],
     target: TargetName,
     output: options.NewFolder,
     ngrams: Annotated[
         int,
         typer.Option(
-            help="Tokens of the longest n-grams that are counted, the next one included (2 to 5). "
-            "Shorter ones make smaller tables.",
+            help="Length of the longest n-grams, 2 to 5. Shorter n-grams make smaller tables.",
             callback=an_order,
         ),
     ] = ORDERS[-1],
     corpus: Annotated[
         Path | None,
-        typer.Option(help="Also write the answers into this file, as SGLang looks texts up in it."),
+        typer.Option(help="Also write the answers to this file, for SGLang's external corpus."),
     ] = None,
     rows: options.Rows,
 ) -> None:
-    """Count what a target has written, so that decoding can look up what followed the same words.
+    """Count n-grams in a model's answers, so that decoding can draft from them.
 
-    No model is trained: --draft FOLDER of generate, chat, compare and others proposes what came
-    next before, for next to no time. Good where a target answers many requests of a kind, and the
-    more of its own answers there are, the better. The answers to one prompt of 50 are left out, and
-    show how many tokens a pass the others would have brought for them.
+    Nothing is trained. --draft ngrams:FOLDER then proposes what followed the same words before, at
+    almost no cost. This works well if the model answers many similar requests, and better with more
+    answers. One prompt of 50 is held out to report the tokens per pass that the table reaches.
     """
     import json
 

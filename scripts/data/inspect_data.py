@@ -10,18 +10,23 @@ from drafthead.scripts import options
 
 def main(
     *,
-    data: Annotated[str, typer.Option(help="A .jsonl/.json/.parquet file, folder or data set.")],
-    target: Annotated[str, typer.Option(help="The model whose chat template is applied.")],
-    limit: Annotated[int, typer.Option(min=0, help="Show this many rows, from the first.")] = 3,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Conversations: a .jsonl, .json or .parquet file, a folder or a data set."
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="The model whose chat template is used.")],
+    limit: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 3,
     row: Annotated[
-        int | None, typer.Option(min=1, help="Show only this row, counted from 1.")
+        int | None, typer.Option(min=1, help="Show only this row; the first is 1.")
     ] = None,
     show_tokens: Annotated[
-        bool, typer.Option("--show-tokens", help="Show where tokens end.")
+        bool, typer.Option("--show-tokens", help="Mark the ends of tokens.")
     ] = False,
     rows: options.Rows,
 ) -> None:
-    """Show conversations with supervised tokens in colour (in ⟦ ⟧ when piped) and statistics."""
+    """Show conversations, with the tokens that are trained on in colour (in ⟦ ⟧ when piped)."""
     from rich.console import Console
 
     from drafthead.core.target.any_target import tokenizer_named

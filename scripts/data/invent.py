@@ -19,41 +19,46 @@ class AboutTexts:
     about: Annotated[
         str | None,
         typer.Option(
-            help="Instead of inventing, ask about the answers in these conversations; needs no "
+            help="Write prompts about the answers in these conversations instead. Needs no "
             "--target.",
             metavar="DATA",
         ),
     ] = None
     tasks: Annotated[
         Path | None,
-        typer.Option(help="What is asked: YAML as configs/prompts/tasks.yaml, the default."),
+        typer.Option(
+            help="YAML file with the tasks to ask for. Default: configs/prompts/tasks.yaml."
+        ),
     ] = None
     passages: Annotated[
-        int, typer.Option(help="Most passages of a prompt about texts, of about 150 tokens each.")
+        int, typer.Option(help="Maximum passages per prompt, of about 150 tokens each.")
     ] = 6
 
 
 def main(
     *,
     target: Annotated[
-        str | None, typer.Option(help="The chat model: folder, GGUF file or hub id.")
+        str | None,
+        typer.Option(help="The chat model: a folder, a GGUF file, a hub id, or smollm2."),
     ] = None,
     inventing: Inventing,
     device: DeviceName = "auto",
     compile: CompileSwitch = None,
-    number: Annotated[AtLeastOne, Field(description="Prompts to write.")],
-    output: Annotated[Path, typer.Option(help="JSONL file to write; run again to resume.")],
+    number: Annotated[AtLeastOne, Field(description="Number of prompts to write.")],
+    output: Annotated[
+        Path, typer.Option(help="JSONL file to write. Run the same command again to continue it.")
+    ],
     texts: AboutTexts,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Let a chat model write users' messages: prompts for distill without any data set.
+    """Invent prompts: a chat model writes users' messages. You need no data set.
 
-    The model gets its chat template up to the user's turn and goes on. Messages that have no end,
-    repeat themselves or are nearly the same as another are left out.
+    The model continues its chat template at the user's turn. Messages that do not end, repeat
+    themselves, or are nearly the same as another are dropped.
 
-    Such messages are short. With --about DATA no model runs: the prompts ask for summaries,
-    translations and answers about texts, which are answers that a model has written. A third is
-    about one text, a third about two, a third about several passages, as of a retriever.
+    Such messages are short. With --about DATA, no model runs; instead, prompts ask for summaries,
+    translations and answers about the texts in DATA: a third about one text, a third about two, and
+    a third about several passages, like those of a retriever.
     """
     if texts.about is not None:
         from drafthead.train.prompts.tasks import write_prompts

@@ -10,26 +10,27 @@ from drafthead.scripts import options
 
 def main(
     *,
-    trace: Annotated[Path, typer.Option(help="File of `head evaluate --trace`.")],
+    trace: Annotated[Path, typer.Option(help="File from `head evaluate --trace`.")],
     cost: Annotated[
         list[Path],
         typer.Option(
-            help="What steps take there: of `explain tree --output`, benchmarks/gpu.py, or "
-            "written by hand. Several are joined.",
+            help="Step times of that machine: a file from `explain tree --output` or "
+            "benchmarks/gpu.py, or written by hand. Repeatable.",
         ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Of benchmarks/gpu.py's models, and how it ran: '8B compiled layers'."),
+        typer.Option(help="Which model of a benchmarks/gpu.py file: '8B compiled layers'."),
     ] = None,
     output: options.JsonFile = None,
 ) -> None:
-    """Predict what a head gains on a machine that it has never run on.
+    """Predict a head's speedup on a machine that you do not have.
 
-    The trace says what trees of each size accept, without hardware in it; the costs say what a step
-    takes there. Together: the best tree and its speedup over plain decoding, with an interval, and
-    from which batch and which context on drafting stops paying. Costs by hand are JSON: {"steps":
-    [{"nodes": 1, "ms": 5.1}, {"nodes": 16, "depth": 4, "ms": 7.9, "batch": 1, "columns": 256}]}.
+    The trace says how many tokens trees of each size get accepted. The costs say how long a step
+    takes on that machine. Together they give the best tree, its speedup over plain decoding with an
+    interval, and the break-even batch size and context length. You can write costs by hand as JSON:
+    {"steps": [{"nodes": 1, "ms": 5.1}, {"nodes": 16, "depth": 4, "ms": 7.9, "batch": 1, "columns":
+    256}]}.
     """
     from drafthead.lab.paying.acceptance_trace import AcceptanceTrace
     from drafthead.lab.paying.costs import CostCurve, read_costs

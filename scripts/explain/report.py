@@ -9,21 +9,20 @@ from drafthead.core.errors import UserError
 
 
 def main(
-    run: Annotated[Path, typer.Argument(help="Folder of a training run: its train.output.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a training run (its train.output).")],
     comparison: Annotated[
-        list[Path] | None, typer.Option(help="Folder that compare wrote. Several may be given.")
+        list[Path] | None, typer.Option(help="Output folder of `compare`. Repeatable.")
     ] = None,
-    doctor: Annotated[Path | None, typer.Option(help="File of `doctor --output`.")] = None,
+    doctor: Annotated[Path | None, typer.Option(help="File from `head doctor --output`.")] = None,
     trace: Annotated[
-        list[Path] | None, typer.Option(help="Page that trace wrote. Several may be given.")
+        list[Path] | None, typer.Option(help="Page from `explain trace`. Repeatable.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Gather a run and what was measured of its head in one page, to look at or to send.
+    """Collect a training run and its measurements in one HTML page.
 
-    The page has the curves of the training, its accuracy on held-out answers, races with their
-    pictures, the doctor's findings, traces of single answers, and the settings. It is one file,
-    which works offline.
+    The page shows training curves, accuracy on held-out answers, comparisons with pictures, the
+    doctor's findings, traces and settings. It is one file and works offline.
     """
     from drafthead.core.storage.files import write_text
     from drafthead.heads.formats.files import read_json

@@ -14,20 +14,23 @@ def main(
     model: options.Model,
     prompt: options.Prompt = None,
     drafting: options.Drafting,
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
+    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("trace.html"),
     format: Annotated[
         Literal["html", "text"],
-        typer.Option(help="text prints colours, or {+drafted+} and [-rejected-] into a file."),
+        typer.Option(
+            help="text prints to the terminal in colours, or to a file as {+drafted+} and"
+            " [-rejected-]."
+        ),
     ] = "html",
     answers: options.Answers,
     rule: options.Rule = "auto",
 ) -> None:
-    """Show which tokens of an answer were drafted, and what became of every proposal.
+    """Show every draft of one answer, and what was accepted.
 
-    The page is one file that works offline: the answer with accepted drafts in green and rejected
-    ones struck through, the tokens that each step brought, the tree of each step with its
-    probabilities, and the time of each phase. Steps are eager here; generate and compare are for
-    measuring speed.
+    The page is one file and works offline. It shows the answer with accepted drafts in green and
+    rejected ones struck through, the tokens of each step, the tree of each step with its
+    probabilities, and the time of each phase. Steps are not compiled here; use generate or compare
+    to measure speed.
     """
     from rich.console import Console
 

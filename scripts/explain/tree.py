@@ -12,27 +12,28 @@ from drafthead.scripts import options
 def main(
     *,
     model: options.Model,
-    draft: Annotated[str, typer.Option(help="The head: a folder or hub id.", metavar="HEAD")],
+    draft: Annotated[
+        str, typer.Option(help="The head: a folder, a hub id, or smollm2-eagle3.", metavar="HEAD")
+    ],
     batch: BatchSize = 1,
     temperature: Annotated[
-        float, typer.Option(help="0 is greedy; above 0 the size is chosen as for a single row.")
+        float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")
     ] = 0.0,
     compile: CompileSwitch = None,
-    fresh: Annotated[
-        bool, typer.Option(help="Time the steps again and store the new times.")
-    ] = False,
+    fresh: Annotated[bool, typer.Option(help="Measure the step times again.")] = False,
     output: Annotated[
-        Path | None, typer.Option(help="JSON file to write; a picture is written next to it.")
+        Path | None,
+        typer.Option(help="Also write the results to this JSON file, and a picture next to it."),
     ] = None,
 ) -> None:
-    """Show the numbers from which decoding chooses the size of its token trees.
+    """Show what each size of draft tree costs and gains on this machine.
 
-    A larger tree brings more tokens per step and makes the step longer. For every size: the time of
-    a step on this machine, timed once and stored (--fresh times again), the tokens per step
-    expected from the head's acceptance on held-out answers, and their quotient, tokens per second
-    of one row. The smallest size within 3 % of the best is chosen; plain decoding (1 node) is one
-    of the sizes. Decoding needs no such table: it learns these times itself, and its choice follows
-    them and the acceptance that it meets. --tree-nodes of the other verbs overrides it.
+    A larger tree gets more tokens accepted per step but makes the step longer. For every size, the
+    table shows the time of a step (measured once and stored), the tokens per step expected from the
+    head's measured acceptance, and the resulting tokens per second of one sequence. The smallest
+    size within 3 % of the best is marked; 1 node is plain decoding. Decoding does not need this
+    table: it measures times and acceptance itself. Use --tree-nodes of other commands to fix a
+    size.
     """
     from drafthead.lab.races.record import describe_run
     from drafthead.lab.tree_sizes import measured_plan, plan_report

@@ -15,18 +15,20 @@ def main(
     *,
     head: options.HeadPath,
     model: options.Model,
-    data: Annotated[str, typer.Option(help="Answers of the target, not those of the training.")],
+    data: Annotated[
+        str, typer.Option(help="The model's own answers. Do not use the training data.")
+    ],
     limit: options.AnswerLimit = 100,
     rows: options.Rows,
     output: options.JsonFile = None,
 ) -> None:
-    """Look for the reasons why a head is accepted seldom.
+    """Find out why few drafts of a head are accepted, and what to do.
 
-    The target reads each answer once, and the head guesses after each token of it. What is checked:
-    who wrote the answers and how, whether prompts are rendered as in decoding, taps and draft
-    vocabulary of the head, loops and cut answers, whether the head was trained on these answers,
-    for this model and for long enough, at which depth its guesses fail, and whether the planner
-    takes its trees on this machine. Each line says what was seen, and of a fault what to do.
+    The model reads each answer once, and the head predicts after each token. The checks are: who
+    wrote the answers and how, whether prompts are rendered as in decoding, the head's taps and
+    draft vocabulary, loops and cut answers, whether the head was trained on these answers, for this
+    model and for long enough, at which depth acceptance falls, and whether drafts pay on this
+    machine. Each line says what was found and, for a fault, what to do.
     """
     from drafthead.core.storage.files import write_text
     from drafthead.lab.diagnosis.checks import CHECKS, planner_of

@@ -37,7 +37,7 @@ def main(
     model: options.Model,
     data: Annotated[
         list[str],
-        typer.Option(help="Answers of the target: as for training. Several may be given."),
+        typer.Option(help="The model's own answers. Repeatable."),
     ],
     limit: options.AnswerLimit = 200,
     rows: options.Rows,
@@ -45,13 +45,12 @@ def main(
     trace: TraceFile = None,
     save_acceptance: Saving = False,
 ) -> None:
-    """Measure how well a head drafts answers that the target has written before.
+    """Measure how many tokens of a model's answers a head gets accepted.
 
-    Nothing is decoded: the target reads each answer once, the head guesses after each of its
-    tokens, and decoding is played again from the ranks of the true tokens. So this takes seconds
-    where `compare` takes minutes, and gives the same tau as greedy decoding of these answers. Give
-    answers that the head was not trained on, one file for each kind of request: a head that drafts
-    one kind well and another badly lacks training data of the other.
+    Nothing is generated: the model reads each answer once, the head predicts after each token, and
+    decoding is simulated. This takes seconds and gives the same tau as greedy decoding of these
+    answers. Use answers that the head was not trained on. With one file per kind of request, you
+    see which kind needs more training data.
     """
     from drafthead.core.storage.files import write_text
     from drafthead.core.target.weights_hash import weights_fingerprint

@@ -13,8 +13,8 @@ def main(
     head: Annotated[
         Path,
         typer.Argument(
-            help="Trained head: a folder or a file of any known format, or OWNER/NAME on the hub. "
-            "With --for also a draft model, a table of n-grams, or lookup.",
+            help="The head: a folder or file in any known format, or OWNER/NAME on the hub. With "
+            "--for also a draft model, an n-gram table, or lookup.",
             metavar="HEAD",
         ),
     ],
@@ -23,27 +23,28 @@ def main(
         str | None,
         typer.Option(
             "--for",
-            help="vllm, sglang or llamacpp: the layout that it reads, and a serve.sh that starts "
-            "it with the right method and number of drafted tokens.",
+            help="Export for vllm, sglang or llamacpp, with a script serve.sh that starts the "
+            "server with the right method and number of draft tokens.",
             metavar="SERVER",
         ),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help=f"Exactly this layout instead: {options.FORMATS}; see docs/formats.md."),
+        typer.Option(help=f"Exactly this format instead: {options.FORMATS}; see docs/formats.md."),
     ] = None,
     target: Annotated[
         str | None,
         typer.Option(
-            help="The target, for formats that hold copies of its weights, and for what is no head."
+            help="The head's target. Needed by formats that copy its weights, and for drafters "
+            "that are not heads."
         ),
     ] = None,
 ) -> None:
-    """Write a head for another program, if that program computes the same.
+    """Export a head for another project, with a numeric check.
 
-    The written files are read back, and the other program's arithmetic is repeated from them in
-    plain torch. If its probabilities for a chain of drafted tokens differ from this head's, the
-    files are removed. If no format can express the head, the error names what each lacks.
+    The written files are read back, and the other project's arithmetic is repeated in plain torch.
+    If its probabilities for a chain of draft tokens differ from this head's, the files are removed.
+    If no format can express the head, the error says what each lacks.
     """
     from drafthead.heads.formats.exporting import export_head
     from drafthead.lab.servers.export_for import SCRIPT, export_named, read_head

@@ -16,16 +16,16 @@ def main(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The head's target, folder or hub id: what the checkpoint lacks is taken from it, "
+            help="The head's target: a folder or hub id. It supplies what the checkpoint lacks, "
             "and copies of its weights are compared with it."
         ),
     ] = None,
 ) -> None:
-    """Convert a head to our own format, which training and all other verbs read.
+    """Convert a head from another project to our own format.
 
-    The format is recognised by the content. --draft of other verbs takes such a checkpoint
-    directly; converting writes a checked copy in safetensors, in the same floating type.
-    Nothing in the checkpoint is executed. A head that ours would compute differently is refused.
+    You do not have to: --draft of all commands reads such checkpoints directly. Converting writes a
+    checked copy in safetensors, in the same number type. The format is recognised from the files,
+    and nothing in them is executed. A head that drafthead would compute differently is refused.
     """
     from drafthead.core.storage.files import fresh_folder
     from drafthead.core.target.any_target import load_decoder_only

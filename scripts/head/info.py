@@ -9,13 +9,11 @@ from drafthead.scripts import options
 def main(
     path: options.HeadPath,
 ) -> None:
-    """Print family, target, size, features, vocabulary and origin of a draft head.
+    """Show what a head's checkpoint contains: family, target, size, features, vocabulary, origin.
 
-    Of a target in a GGUF file: what its copy holds, and what of it was compared with the file.
-
-    The head is read as all other verbs read it, so a damaged one is refused here too. What only
-    the target can show, such as the shapes of tensors that the file leaves open, is not checked;
-    the table says so.
+    For a target in a GGUF file, show what its bfloat16 copy contains and what was compared with the
+    file. A damaged checkpoint is refused, as by all other commands. The table names what could not
+    be checked without the target.
     """
     from rich.markup import escape
 

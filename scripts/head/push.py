@@ -9,8 +9,8 @@ from drafthead.scripts import options
 
 def main(
     head: options.HeadPath,
-    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub.")],
-    private: Annotated[bool, typer.Option(help="A new repository is not public.")] = False,
+    repository: Annotated[str, typer.Argument(help="Repository on the hub: OWNER/NAME.")],
+    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
 ) -> None:
     """Upload a head to the Hugging Face hub: --draft OWNER/NAME then takes it everywhere.
 

@@ -56,7 +56,7 @@ def test_help_is_a_command_and_an_answer_that_is_cut_says_so(folder: Path):
     printed = talk(folder, "/help", "hello")
     assert printed.startswith(chat.COMMANDS + "\n")
     (reason,) = decoder(folder).generate("hello", max_new_tokens=40).finish_reasons
-    assert reason == "length" and printed.count("; cut: --max-new-tokens allows no more]") == 1
+    assert reason == "length" and printed.count("; cut off: raise --max-new-tokens for more]") == 1
 
 
 def test_graphs_are_made_before_the_first_answer(folder: Path, monkeypatch: pytest.MonkeyPatch):
