@@ -334,7 +334,7 @@ def warn_of_many(function: Callable[..., Any]) -> None:
 @cache
 def tell_of_compiling() -> None:
     """Say, once in a process, why nothing else happens."""
-    logger.info("compiling the first steps, for a minute or more; later runs find what is kept")
+    logger.info("compiling, for a minute or more; later runs reuse the result")
 
 
 @cache

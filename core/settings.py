@@ -68,7 +68,7 @@ def values(given: Iterable[str] | None, option: str, plain_text: bool = False) -
         except json.JSONDecodeError as error:
             if not plain_text:
                 raise UserError(
-                    f"{option} {one}: {text or 'nothing'} is no JSON; write true, false, "
+                    f"{option} {one}: {text or 'nothing'} is not JSON; write true, false, "
                     f"numbers, or text in double quotes: '{name}=\"text\"'"
                 ) from error
             value = text

@@ -137,7 +137,7 @@ class PreparedCall:
         ends, most, others = read_criteria(criteria)
         if self.beams is not None and others:
             name = type(others[0]).__name__
-            raise UserError(f"num_beams does not go with {name}: leave one of them out")
+            raise UserError(f"num_beams cannot be combined with {name}: leave one of them out")
         new, context = most - len(rows[0]), target.context
         room = [context.room(f"prompt {n}", len(p), new) for n, p in enumerate(self.prompts)]
         seeds = torch.randint(2**62, (len(rows),)).tolist() if config.do_sample else [0] * len(rows)
@@ -217,9 +217,9 @@ def prepared_beams(config: GenerationConfig) -> BeamOptions | None:
     if config.num_beams == 1:
         return None
     if config.do_sample:
-        raise UserError("beams are not sampled: leave out num_beams or do_sample")
+        raise UserError("beam search does not sample: leave out num_beams or do_sample")
     if config.output_logits:
-        raise UserError("output_logits does not go with num_beams: leave one of them out")
+        raise UserError("output_logits cannot be combined with num_beams: leave one of them out")
     return BeamOptions(
         config.num_beams,
         config.length_penalty,

@@ -115,11 +115,12 @@ def read_drafts(draft: Draft | Sequence[Draft] | None) -> list[NamedDraft | Draf
     if len(alone) > 1:
         beside = [name for name in DRAFTERS if DRAFTERS[name].beside]
         raise UserError(
-            f"choose one of {' and '.join(alone)} to draft: only {', '.join(beside)} go beside it"
+            f"choose one of {' and '.join(alone)} to draft: only {', '.join(beside)} can be added "
+            "to it"
         )
     names = [each.name for each in drafts if isinstance(each, NamedDraft)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{twice[0]} is given twice as a drafter: leave one of them out")
+        raise UserError(f"{twice[0]} is given twice as a drafter: remove one")
     return drafts
 
 
@@ -132,13 +133,13 @@ def named_draft(given: object) -> NamedDraft:
     """What a name, `KIND:ARGUMENT` or a path means; raises UserError as `read_drafts`."""
     if not isinstance(given, str | Path):
         raise UserError(
-            f"draft is a name, a path, a Drafter or a list of these, and holds {given!r}: names "
+            f"draft must be a name, a path, a Drafter or a list of these, got {given!r}: names "
             f"are {kinds_listed()}"
         )
     name, colon, argument = str(given).partition(":")
     if isinstance(given, str) and name in DRAFTERS and (colon or not DRAFTERS[name].argument):
         if bool(argument) != bool(DRAFTERS[name].argument):
-            raise UserError(f"{given!r} names no drafter: names are {kinds_listed()}")
+            raise UserError(f"{given!r} is not a drafter: choose one of {kinds_listed()}")
         return NamedDraft(name, argument)
     return NamedDraft(kind_of_path(Path(given)), str(given))
 
@@ -167,7 +168,7 @@ def kind_of_path(path: Path) -> str:
             base_of_adapter(folder) or configuration_of(folder, trust_code=False)
         ):
             return "model"
-        reason = f"{error} (and it is no model: names of drafters are {kinds_listed()})"
+        reason = f"{error} (it is not a model either; --draft takes {kinds_listed()})"
         raise UserError(reason) from error
     # A whole model that has an MTP layer drafts as a model: `mtp` is the layer of the target.
     is_whole = known.name == "mtp" and "embed_tokens.weight" in checkpoint.tensors
@@ -322,7 +323,10 @@ def head_drafter(head: DraftHead, target: Target) -> Drafter:
     """The head with trees of its own choice; with a warning, if it was never measured."""
     if not head.path_counts:
         instead = "the published tree of its family" if head.usual_paths else "a chain"
-        logger.warning("the head has no measured acceptance: it drafts %s", instead)
+        logger.warning(
+            "the head drafts %s until head evaluate --save-acceptance has measured it",
+            instead,
+        )
     return drafter_for(head, target)
 
 
@@ -361,7 +365,7 @@ def can_record(target: Target) -> bool:
     try:
         target.check_compilable()
     except UserError as reason:
-        logger.info("passes are not recorded: %s", reason)
+        logger.info("passes do not use CUDA graphs: %s", reason)
         return False
     return True
 
@@ -370,9 +374,8 @@ def can_record(target: Target) -> bool:
 def tell_of_near_ties(model: str, precision: str) -> None:
     """Say, once for each kind of model, that its bits depend on how a text is read."""
     logger.info(
-        "%s in %s runs torch's kernels, which round a token otherwise beside others: read in a "
-        "batch, in a tree, or after what was read before, a prompt may get another answer at a "
-        "near-tie",
+        "%s in %s without our CPU kernels: greedy answers can differ from plain decoding where two "
+        "tokens are nearly tied; --same-bits or --dtype float32 gives identical text",
         model,
         precision,
     )

@@ -61,7 +61,7 @@ def planner_of(run: BatchRun, target: Target, own: Planner) -> Planner:
     if not target.is_shared:
         return own
     if run.request.max_time is not None:
-        raise UserError("max_time does not go with a target that several processes share")
+        raise UserError("max_time cannot be combined with a target that several processes share")
     return own if isinstance(own, FixedPlan) else AgreedPlan(own)
 
 

@@ -227,7 +227,7 @@ class RunningRows:
         try:
             gains = turns.turn()
         except Exception as error:
-            logger.exception("what was at work is given up")
+            logger.exception("the running answers end with an error")
             gains = turns.given_up(error)
         # Processes that share a target must all choose the same, which no clock makes sure of.
         turns.used += 1 if self.target.is_shared else perf_counter() - began

@@ -42,6 +42,13 @@ def main(
             "eagle3-portable."
         ),
     ] = "eagle3",
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Start from this head of the same --family, such as that of the model that yours "
+            "is fine-tuned from: a folder, OWNER/NAME on the hub, or smollm2-eagle3."
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 192,
     seed: Annotated[
         int, typer.Option(help="Random seed for invented prompts and for the held-out split.")
@@ -68,14 +75,14 @@ def main(
     the command of each stage.
     """
     if (total := 60 * (hours or 0) + (minutes or 0)) <= 0:
-        raise UserError("a build needs time: give --minutes or --hours, above 0")
+        raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from drafthead.lab.building.folder import Choices
 
     choices = Choices(
         model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
-        family, total, (total >= 10 or None) if compile is None else compile,
+        family, total, (total >= 10 or None) if compile is None else compile, init_from,
     )  # fmt: skip
     run(choices, output, plan)
 

@@ -51,7 +51,7 @@ def main(
         raise UserError(f"the API key is empty: give --api-key or {KEY} a value, or unset it")
     refuse_taken(host, port)  # before anything is loaded
     if api_key is None and not is_loopback(host):
-        logger.warning("everybody who reaches %s may ask this server: set --api-key", host)
+        logger.warning("anyone who can reach %s can use this server: set --api-key", host)
     decoder = drafting.decoder(model, compile)
     name = served_model_name or Path(model.target).name
     other = None if served_model_name else model.target

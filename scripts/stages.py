@@ -1,8 +1,10 @@
 """The stages of `drafthead build`: each is the work of another verb."""
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from shlex import join, quote
 from shutil import disk_usage, rmtree
@@ -18,8 +20,9 @@ from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
 from drafthead.core.target.loading import vocabulary_of
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
+from drafthead.heads.formats.checkpoint import SHIPPED_HEADS
 from drafthead.heads.formats.files import read_json
-from drafthead.heads.formats.uploading import card
+from drafthead.heads.formats.uploading import GENERATE_FILE, card, generate_file
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup, load_table
 from drafthead.lab.building.answering import Answering
@@ -47,7 +50,7 @@ from drafthead.scripts.head import evaluate
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.run.config import load_run_config, written_override
 from drafthead.train.run.folder import BEST_BY, BEST_FOLDER, EVALUATION_FILE, read_log, summarize
-from drafthead.train.run.starting_config import write_starting_config
+from drafthead.train.run.starting_config import target_sizes, write_starting_config
 from drafthead.train.train_heads import train
 
 SPOKEN = {
@@ -97,10 +100,28 @@ class Building:
         if not plan.fits:
             raise UserError(verdict)
         chosen = self.choices
+        start = f", from {chosen.init_from}" if chosen.init_from else ""
         return (
             f"{self.path}, in {in_words(60 * chosen.minutes)}: prompts, answers of "
-            f"{chosen.target}, a table of n-grams, a head ({chosen.family}), a race, a report\n"
-            f"training: {verdict}; {disk / 1e6:.0f} MB of disk"
+            f"{chosen.target}, a table of n-grams, a head ({chosen.family}{start}), a race, a "
+            f"report\n{self.relatives()}training: {verdict}; {disk / 1e6:.0f} MB of disk"
+        )
+
+    def relatives(self) -> str:
+        """A line that offers the shipped heads whose target has the sizes of this one."""
+        facts = ("hidden_size", "vocab_size")
+        sizes = target_sizes(self.choices.target)
+        found = [
+            name
+            for name in (() if self.choices.init_from else SHIPPED_HEADS)
+            if (head := read_foreign(Path(name), TargetFacts())[1]).family == self.choices.family
+            and all(getattr(head.target, fact) == getattr(sizes, fact) for fact in facts)
+            and head.target.num_layers == sizes.num_hidden_layers
+        ]
+        return "".join(
+            f"--init-from {name} starts from a head of a model of the same shape: faster, if yours "
+            "is fine-tuned from that\n"
+            for name in found
         )
 
     def free_disk(self) -> int:
@@ -132,7 +153,20 @@ class Building:
         else:
             rows = max(2, STEP_ON_GPU // load_run_config(self.config).data.max_length)
             found |= {"train.batch_rows": rows, "train.micro_batch_rows": rows}
-        return [written_override(name, value) for name, value in found.items()]
+        return [*self.start(), *(written_override(name, value) for name, value in found.items())]
+
+    def start(self) -> list[str]:
+        """The settings of a head that starts from another one: its shape is that head's."""
+        source = self.choices.init_from
+        if source is None:
+            return []
+        _, head = read_foreign(Path(source), TargetFacts())
+        shape = {name: json.dumps(value) for name, value in asdict(head.config).items()}
+        if head.family != load_run_config(self.config).family:
+            raise UserError(f"--init-from {source} is a head of --family {head.family}: give both")
+        return [written_override("train.init_from", source)] + [
+            f"head.{name}={value}" for name, value in shape.items()
+        ]
 
     def left(self) -> float:
         """Seconds of the build's time that are not used."""
@@ -397,6 +431,8 @@ class Building:
         _, foreign = read_foreign(self.head, TargetFacts())
         text = card(f"OWNER/{name}-{self.choices.family}", foreign)
         write_text(self.head / "README.md", f"{text}\n{self.fact('race', 'headline')}\n")
+        (self.head / GENERATE_FILE).parent.mkdir(exist_ok=True)
+        write_text(self.head / GENERATE_FILE, generate_file(str(self.head)))
         return {}
 
     def ending(self) -> str:

@@ -199,7 +199,7 @@ class DecodeLoop:
             try:
                 self._turn()
             except BaseException as error:  # nobody else would answer the requests that come
-                logger.exception("decoding failed; all running answers are given up")
+                logger.exception("decoding failed; all running answers end with an error")
                 self._begin_again(error)
 
     def _turn(self) -> None:

@@ -481,7 +481,7 @@ class Reader:
         if schema is None:
             return []
         if asked.ignore_eos:
-            raise ApiError(400, "ignore_eos does not go with response_format", "ignore_eos")
+            raise ApiError(400, "ignore_eos cannot be combined with response_format", "ignore_eos")
         return [self.grammars.mask(schema, prompt_length, asked.min_tokens)]
 
     def text_of(self, token: int) -> str:

@@ -203,7 +203,11 @@ def test_every_package_is_listed_for_installation() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {p.parent.relative_to(ROOT) for p in FILES if p.name == "__init__.py"}
     expected = {"drafthead." + ".".join(folder.parts) for folder in folders}
-    assert set(setup["packages"]) == expected | {"drafthead", "drafthead.assets", "drafthead.configs"}
+    assert set(setup["packages"]) == expected | {
+        "drafthead",
+        "drafthead.assets",
+        "drafthead.configs",
+    }
 
 
 def test_every_file_that_code_reads_is_installed_with_its_package() -> None:

@@ -81,7 +81,7 @@ class CompiledLayers:
         """Leave the layers uncompiled from now on."""
         self.reason_against = reason
         line = first_line(reason)
-        logger.warning("layers are recorded as they are, uncompiled: %s", line)
+        logger.warning("layers are not compiled: %s", line)
 
     def _in_place_of(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
         """What layer `number` computes instead of its `own` forward function."""
@@ -189,7 +189,7 @@ class Fused:
                 return self.code(*arguments)
         except OBSTACLES as error:
             line = first_line(error)
-            logger.warning("%s is recorded as it is, uncompiled: %s", self.function, line)
+            logger.warning("%s is not compiled: %s", self.function, line)
             self.code = self.function
             return self.function(*arguments)
 

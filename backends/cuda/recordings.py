@@ -251,7 +251,7 @@ class Recordings:
             self.failures += 1
             if self.failures == 1:
                 name = getattr(self.function, "__qualname__", repr(self.function))
-                logger.warning("%s runs unrecorded, and slower: %s", name, error)
+                logger.warning("%s runs without a CUDA graph, which is slower: %s", name, error)
             return None
         self.recordings[wanted] = recording
         if len(self.recordings) > self.most:

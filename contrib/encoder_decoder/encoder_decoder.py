@@ -48,7 +48,7 @@ class EncoderDecoderTarget(Target):
     @classmethod
     def check_kind(cls, name: str, with_encoder: bool) -> None:
         if not with_encoder:
-            raise UserError(f"{name} is no encoder-decoder model")
+            raise UserError(f"{name} is not an encoder-decoder model")
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         self.encoder, self.decoder = self.model.get_encoder(), decoder

@@ -33,7 +33,7 @@ def chosen_layers(choice: str, target: Target) -> tuple[int, ...]:
     Raises UserError for what is no list, and for layers that are no part of the target.
     """
     if not LIST.fullmatch(choice):
-        raise UserError(f"layers:{choice} is no list of layers, such as layers:0-7,20-29")
+        raise UserError(f"layers:{choice} is not a list of layers, such as layers:0-7,20-29")
     layers: list[int] = []
     for part in choice.split(","):
         first, _, last = part.partition("-")

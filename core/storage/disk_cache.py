@@ -77,7 +77,7 @@ def reason_against(folder: Path) -> str | None:
 def log_unusable(folder: Path, reason: str | None) -> None:
     """Log, once a process, that a folder of the cache is left out."""
     logger.warning(
-        "nothing can be kept in %s for later runs (%s): what is slow is done again each time",
+        "cannot write the cache %s (%s): slow work is repeated in each run",
         folder,
         reason,
     )

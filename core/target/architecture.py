@@ -32,7 +32,7 @@ def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
             return module
     raise UserError(
         f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
-        "this architecture cannot be tapped"
+        "drafthead cannot read hidden states of this architecture"
     )
 
 

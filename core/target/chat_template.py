@@ -57,7 +57,7 @@ def check_template_arguments(
             )
         if argument in RESERVED:
             raise UserError(
-                f"{argument} is not the template's: it is set where prompts are rendered; leave "
+                f"{argument} is set by drafthead when it renders prompts: leave "
                 "this template argument out"
             )
         if not reads(tokenizer, argument):

@@ -272,7 +272,7 @@ def check_weights(
         undone = torch.from_numpy(np.array(undo(file, config, name, stored)))
         if not torch.equal(undone.to(held.dtype).reshape(held.shape), held):
             raise UserError(
-                f"{file.path} cannot be copied: transformers reads {name} otherwise than gguf does"
+                f"{file.path} cannot be copied: transformers and gguf read {name} differently"
             )
     return len(tensors)
 

@@ -163,7 +163,9 @@ class Taps:
         """The stored states; raises UserError if a tapped module did not run, or gave no state."""
         kept = [hidden for hidden in self.kept if hidden is not None]
         if len(kept) != len(self.kept):
-            raise UserError("a tapped layer did not run: this architecture cannot be tapped")
+            raise UserError(
+                "a tapped layer did not run: drafthead cannot read the hidden states of this model"
+            )
         if any(hidden.dim() != 3 for hidden in kept):  # Gemma 3n
             raise UserError("a tapped layer carries several streams of states: no head reads them")
         return Features(kept[-1], tuple(kept[:-1])) if self.spec.last else Features(None, (*kept,))

@@ -71,8 +71,8 @@ class OneWidthTarget(Target):
         self.in_bytes = target.in_bytes
         if not is_alike(self):
             raise UserError(
-                f"same_bits is not available here: {type(self.model).__name__} rounds a token by "
-                "what is read beside it (experts or scales of all tokens): leave it out"
+                f"same_bits is not available here: {type(self.model).__name__} rounds a token "
+                "differently beside others (experts or scales of all tokens): leave it out"
             )
 
     @property

@@ -241,7 +241,7 @@ def local_copy(path: Path) -> Path:
             folder = Path(snapshot_download(str(path), allow_patterns=PICKLED_FILES))
     except GatedRepoError as error:
         reason = "whoever wants it has to agree to its terms on the hub, and log in: hf auth login"
-        raise UserError(f"the hub does not give {path}: {reason}") from error
+        raise UserError(f"the hub refuses access to {path}: {reason}") from error
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{path} does not exist, neither here nor on the hub (one that is not public needs a "
@@ -250,7 +250,7 @@ def local_copy(path: Path) -> Path:
     except (HTTPError, OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(
-            f"{path} does not exist here, nor can the hub be asked: {reason}"
+            f"{path} does not exist here, and the hub cannot be reached: {reason}"
         ) from error
     return folder
 

@@ -95,7 +95,9 @@ def export_head(
         stand_in = target or StandIn(facts)
         found, foreign = read_foreign(temporary, TargetFacts.of(stand_in))
         if found is not known:
-            raise UserError(f"files written as {name} are read as {found.name}: nothing is kept")
+            raise UserError(
+                f"files written as {name} are read as {found.name}: the export was removed"
+            )
         again = build_head(foreign, temporary, stand_in)
         if again.depth != head.depth:
             raise UserError(
@@ -111,7 +113,7 @@ def export_head(
         if not difference <= TOLERANCE:
             raise UserError(
                 f"a reader of {name} would not compute what this head does (log-probabilities "
-                f"differ by {difference:.1e}): nothing is kept"
+                f"differ by {difference:.1e}): the export was removed"
             )
     return difference
 

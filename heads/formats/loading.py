@@ -120,9 +120,11 @@ def load_head(path: Path, target: Target) -> DraftHead:
     learnt = foreign.provenance.get("target_weights")
     if learnt and target.precision not in LOSSY and learnt != weights_fingerprint(target):
         logger.warning(
-            "%s was trained for %s, and this target has other weights: acceptance may be low",
+            "%s was trained for %s, and this target has other weights: acceptance may be low; "
+            "`drafthead build --init-from %s` adapts it",
             path,
             foreign.target.name or "another target",
+            path,
         )
     return build_head(foreign, path, target).to(target.device, target.dtype)
 

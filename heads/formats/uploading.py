@@ -15,6 +15,28 @@ from drafthead.heads.formats.printing import printable
 # Of a run's folder; its states, logs and samples of data stay where they are.
 FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "acceptance.json", "README.md")
 CARD = "README.md"
+# For `model.generate(..., custom_generate="OWNER/NAME", trust_remote_code=True)`: transformers runs
+# this file. It copies the file elsewhere first, so the caller alone knows the folder or repository.
+GENERATE_FILE = "custom_generate/generate.py"
+GENERATE = '''"""Decode with this draft head, where drafthead is installed."""
+
+import functools
+import inspect
+
+from drafthead.infer import Decoder
+
+
+@functools.lru_cache(maxsize=1)
+def decoder_of(model, head):
+    return Decoder.from_pretrained(model, draft=head)
+
+
+def generate(model, **arguments):
+    """What model.generate(**arguments) returns, in fewer passes of the model."""
+    caller = inspect.currentframe().f_back.f_locals
+    decoder = decoder_of(model, caller.get("custom_generate", "{repository}"))
+    return model.generate(**arguments, custom_generate=decoder.as_custom_generate())
+'''
 
 
 def push(head: Path, repository: str, private: bool) -> tuple[str, list[str]]:
@@ -34,6 +56,7 @@ def push(head: Path, repository: str, private: bool) -> tuple[str, list[str]]:
         raise UserError(f"{head} holds no safetensors: convert it with drafthead head import")
     if CARD not in files:
         files[CARD] = card(repository, foreign).encode()
+    files[GENERATE_FILE] = generate_file(repository).encode()
     return upload(repository, files, private), sorted(files)
 
 
@@ -61,23 +84,34 @@ def card(repository: str, foreign: Foreign) -> str:
     of = f" for {target}" if target else ""
     evaluation = foreign.provenance.get("evaluation")
     sections = [
-        front_matter(target),
+        front_matter(target, foreign.family),
         f"# {repository.split('/')[-1]}",
         f"A draft head{of}, family {foreign.family}, {count / 1e6:.1f} million parameters. It "
         "proposes tokens that the target verifies, so that decoding is faster and the answers are "
         "the target's own.",
         f"```\ndrafthead chat --target {named} --draft {repository}\n```",
+        "With transformers, where drafthead is installed:",
+        f'```python\nmodel.generate(**inputs, custom_generate="{repository}", '
+        "trust_remote_code=True)\n```",
         *([acceptance(evaluation)] if isinstance(evaluation, dict) else []),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def front_matter(target: str | None) -> str:
-    """Return what the hub reads of a card. A target in a local folder is no model that it knows."""
+def generate_file(repository: str) -> str:
+    """The text of `GENERATE_FILE` for a head in a repository or folder."""
+    return GENERATE.replace("{repository}", repository)
+
+
+def front_matter(target: str | None, family: str) -> str:
+    """The YAML block of a card, which the hub reads.
+
+    A target in a local folder is not named, because the hub does not know it.
+    """
     named = target or ""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", named) and not Path(named).exists()
-    base = [f"base_model: {named}"] if is_hub_id else []
-    tags = "tags: [speculative-decoding, draft-head]"
+    base = [f"base_model: {named}", "base_model_relation: adapter"] if is_hub_id else []
+    tags = f"tags: [speculative-decoding, draft-head, {family}, custom_generate]"
     return "\n".join(["---", "library_name: drafthead", *base, tags, "---"])
 
 

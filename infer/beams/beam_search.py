@@ -51,7 +51,9 @@ def search(method: Method, run: BatchRun) -> Iterator[Emitted]:
     drafter that learns from answers.
     """
     if learns_answers(method.drafter):
-        raise UserError("num_beams does not go with drafts from answers: most beams are no answers")
+        raise UserError(
+            "num_beams cannot be combined with drafts from answers: most beams are no answers"
+        )
     features, rule = method.drafter.features, method.rule
     stepper = BeamStepper(method.target, run, features, rule, method.most_nodes)
     past = method.recall(run)

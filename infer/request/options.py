@@ -115,7 +115,7 @@ def refuse_in_pieces(options: DecodeOptions) -> None:
 def read_beams(merged: Mapping[str, Any], sampling: SamplingConfig) -> BeamOptions | None:
     """The beams of a call; None without beams.
 
-    Raises UserError for what does not go with beam search, and for its options without beams.
+    Raises UserError for what beam search does not support, and for its options without beams.
     """
     beams = BeamOptions(**{name: merged[name] for name in names_of(BeamOptions) & merged.keys()})
     if beams.num_beams == 1:
@@ -124,11 +124,15 @@ def read_beams(merged: Mapping[str, Any], sampling: SamplingConfig) -> BeamOptio
                 raise UserError(f"{name}={merged[name]!r} needs num_beams above 1")
         return None
     if not sampling.greedy:
-        raise UserError("beams are not sampled: leave out num_beams, or temperature and do_sample")
+        raise UserError(
+            "beam search does not sample: leave out num_beams, or temperature and do_sample"
+        )
     if merged.get("verifier", "auto") != "auto":
-        raise UserError("num_beams does not go with a verifier: beam search is a rule of its own")
+        raise UserError(
+            "num_beams cannot be combined with a verifier: beam search is a rule of its own"
+        )
     for name in NOT_WITH_BEAMS:
         # A number is a setting, be it 0; no texts and no criteria are none.
         if (value := merged.get(name)) or isinstance(value, int):
-            raise UserError(f"num_beams does not go with {name}: leave one of them out")
+            raise UserError(f"num_beams cannot be combined with {name}: leave one of them out")
     return beams

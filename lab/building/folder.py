@@ -34,6 +34,7 @@ class Choices:
     family: str
     minutes: float
     compile: bool | None  # see `prepared_target`
+    init_from: str | None = None  # the head with whose weights and settings the new one starts
 
     @property
     def model_options(self) -> str:
@@ -69,7 +70,7 @@ STAGES = {
     "report": Stage("report and model card", 0.02),
 }
 # The first stage that a choice touches. Others touch all: a folder belongs to one of each.
-TOUCHED = {"minutes": "plan", "family": "plan", "compile": "race"}
+TOUCHED = {"minutes": "plan", "family": "plan", "init_from": "plan", "compile": "race"}
 
 
 class BuildFolder:
@@ -106,7 +107,7 @@ class BuildFolder:
                     return
                 option = f"--{name.replace('_', '-')}"
                 raise UserError(
-                    f"{self.path} was begun with {option} {before.get(name)!r}, now "
+                    f"{self.path} was started with {option} {before.get(name)!r}, now "
                     f"{self.choices[name]!r}: give the same, or choose another --output"
                 )
         order = list(STAGES)

@@ -57,7 +57,7 @@ class AcceptanceTrace:
             complaint = error.errors()[0]
             place = ".".join(map(str, complaint["loc"]))
             raise UserError(
-                f"{file} is no acceptance trace: {place}: {complaint['msg']}; write one with "
+                f"{file} is not an acceptance trace: {place}: {complaint['msg']}; write one with "
                 "drafthead head evaluate --trace FILE"
             ) from error
         if not found.answers:

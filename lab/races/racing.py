@@ -99,7 +99,9 @@ def entrants(target: Target, drafts: Mapping[str, NamedDraft], options: DraftOpt
     `answers`, whose later rounds would know those of the first.
     """
     if any(named.name == "answers" for named in drafts.values()):
-        raise UserError("answers does not take part in a race, whose rounds repeat: leave it out")
+        raise UserError(
+            "compare cannot draft from answers, because its rounds repeat: leave it out"
+        )
     # Plain decoding comes first: what it compiles of the target serves all others.
     plain = decoder_for(target, None, None, options.compile)
     ours = plain.target  # compiled passes belong to it; transformers knows none

@@ -85,7 +85,7 @@ def read_prompts(
         prompts.append(Prompt(ids, conversation.category))
     left_out.tell(source)
     if not prompts:
-        raise UserError(f"no row can be asked; the first: {left_out.problems[0]}")
+        raise UserError(f"no row can be used; the first: {left_out.problems[0]}")
     room = decoder.max_length
     prefix = decoder.target.answer_prefix
     short = [

@@ -67,7 +67,7 @@ def main(
         typer.echo(f"{output}: {number} prompts about {write_prompts(*given)} texts")
         return
     if target is None:
-        raise UserError("--target is the model that invents prompts: give it, or --about DATA")
+        raise UserError("choose the model that invents prompts with --target, or use --about DATA")
     from drafthead.core.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
     from drafthead.train.data.conversations import read_conversations

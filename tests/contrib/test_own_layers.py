@@ -189,8 +189,8 @@ def test_layers_are_named_by_ranges(text: str, layers: tuple[int, ...]) -> None:
         ("1,1", "each once"),
         ("2-1", "2-1"),
         ("0-999999999", "no list of layers"),
-        ("first", "layers:first is no list of layers, such as layers:0-7,20-29"),
-        ("", "names no drafter"),
+        ("first", "layers:first is not a list of layers, such as layers:0-7,20-29"),
+        ("", "is not a drafter"),
     ],
 )
 def test_a_choice_that_cannot_be_kept_is_refused(choice: str, complaint: str) -> None:

@@ -250,9 +250,9 @@ def full_cache(model) -> DynamicCache:
     ("options", "complaint"),
     [
         (lambda t: {"num_beams": 9}, "num_beams must be at most 8, got 9"),
-        (lambda t: {"num_beams": 2, "do_sample": True}, "beams are not sampled"),
-        (lambda t: {"num_beams": 2, "output_logits": True}, "output_logits does not go with"),
-        (lambda t: {"num_beams": 2, "max_time": 9.0}, "num_beams does not go with MaxTimeCriteria"),
+        (lambda t: {"num_beams": 2, "do_sample": True}, "beam search does not sample"),
+        (lambda t: {"num_beams": 2, "output_logits": True}, "cannot be combined with num_beams"),
+        (lambda t: {"num_beams": 2, "max_time": 9.0}, "cannot be combined with MaxTimeCriteria"),
         (lambda t: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         (lambda t: {"assistant_confidence_threshold": 0.1}, "assistant_confidence_threshold=0.1"),
         (lambda t: {"assistant_model": t.model}, "assistant_model"),

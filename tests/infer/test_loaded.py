@@ -77,13 +77,13 @@ def test_a_drafter_is_taken_as_it_is(target: Target) -> None:
 @pytest.mark.parametrize(
     ("draft", "complaint"),
     [
-        ("lokup", r"does not exist.*names of drafters are .*head:PATH, .*lookup"),
+        ("lokup", r"does not exist.*--draft takes .*head:PATH, .*lookup"),
         (5, "holds 5: names are"),
         (["lookup", 5], "holds 5: names are"),
         (["head:a", "layers:0"], "choose one of head:a and layers:0 to draft: only lookup, "),
         (["lookup", "lookup"], "lookup is given twice"),
-        ("lookup:5", "names no drafter"),
-        ("head:", "names no drafter"),
+        ("lookup:5", "is not a drafter"),
+        ("head:", "is not a drafter"),
     ],
 )
 def test_what_does_not_go_together_is_refused(target: Target, draft, complaint: str) -> None:

@@ -123,7 +123,7 @@ def test_the_verb_prints_and_writes_and_refuses_what_is_no_trace(tmp_path: Path,
     assert json.loads((tmp_path / "pays.json").read_text())["batch"][0]["speedup"]["value"] > 0
     status, printed = pays(RECORDED)
     assert status == 2
-    assert "is no acceptance trace" in printed
+    assert "is not an acceptance trace" in printed
 
 
 @pytest.mark.parametrize(("costs", "race"), [("avx512", "comparison"), ("avx2", "eagle3_h100")])

@@ -475,7 +475,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--draft", "@head", "--draft", "@draft"),
-            "to draft: only lookup, ngrams, answers go beside it",
+            "to draft: only lookup, ngrams, answers can be added to it",
         ),
         (
             ("generate", *TARGET, "--prompt", "x", "--tree-nodes", "5"),
@@ -489,9 +489,9 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             ("generate", *TARGET, "--prompt", "x", "--draft", "layers:1-4"),
             "layers 1-4 cannot draft: the target has layers 0 to 1",
         ),
-        (("compare", *RACE, "--draft", "layers:two"), "layers:two is no list of layers"),
+        (("compare", *RACE, "--draft", "layers:two"), "layers:two is not a list of layers"),
         (("compare", *RACE, "--rounds", "0"), "at least 1"),
-        (("compare", *RACE, "--draft", "answers"), "answers does not take part in a race"),
+        (("compare", *RACE, "--draft", "answers"), "compare cannot draft from answers"),
         (
             ("compare", *RACE, "--draft", "@head", "--draft", "@head"),
             "two drafters are called head: rename",

@@ -133,7 +133,7 @@ def _check_alike(paths: list[Path]) -> None:
                 "shard the name that it was written under"
             )
         if not manifest.get("complete"):
-            raise UserError(f"{path} is not complete: give its distill command again")
+            raise UserError(f"{path} is not complete: run its distill command again")
         for key in first | manifest:  # in the order in which they were written
             one, other = first.get(key), manifest.get(key)
             if key not in OF_ONE and one != other:

@@ -84,7 +84,7 @@ def distill(
     jobs, too_long = _jobs(source, _to_plan(conversations, file), settings, left_out)
     left_out.tell(settings.prompts)
     if not (jobs or too_long or file.written.questions) and left_out.problems:
-        raise UserError(f"no row can be asked; the first: {left_out.problems[0]}")
+        raise UserError(f"no row can be used; the first: {left_out.problems[0]}")
     if too_long and len(too_long) == len(conversations):
         raise UserError(
             f"all {len(too_long)} prompts are longer than the context of {source.max_length} "
@@ -179,7 +179,7 @@ def _jobs(
 def _windows(jobs: list[Job], file: DistilledFile, too_long: int) -> list[_Window]:
     """The windows that are to be answered. A shard has some of all, less what it has answered.
 
-    Raises UserError for a shard that was begun with other conversations.
+    Raises UserError for a shard that was started with other conversations.
     """
     size = file.settings.batch_size * WINDOW
     parts = [jobs[first : first + size] for first in range(0, len(jobs), size)]

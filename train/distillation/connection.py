@@ -108,7 +108,7 @@ class Connection:
             response = self.session.request(method, url, json=body, timeout=SECONDS)
         except (InvalidSchema, InvalidURL, MissingSchema) as error:
             raise UserError(
-                f"{self.url} is no address of a server: write http://HOST:PORT"
+                f"{self.url} is not the address of a server: write http://HOST:PORT"
             ) from error
         except requests.RequestException as error:
             raise UserError(
@@ -134,7 +134,7 @@ def refusal(response: requests.Response) -> UserError:
     if status == 404:
         return UserError(f"{url} was not found ({message}): correct the address or --server-model")
     if status in AGAIN:
-        return UserError(f"{url} is busy ({status}: {message}): give the same command again later")
+        return UserError(f"{url} is busy ({status}: {message}): run the same command again later")
     return RefusedRequestError(f"{url} refuses the request ({status}: {message})")
 
 

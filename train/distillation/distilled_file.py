@@ -204,12 +204,14 @@ class DistilledFile:
         self.manifest = recorded
 
     def agree(self, name: str, value: object, what: str) -> None:
-        """Raise UserError, with `what` in words, if the file was begun with another value.
+        """Raise UserError, with `what` in words, if the file was started with another value.
 
         A new file records it.
         """
         if self.manifest.setdefault(name, value) != value:
-            raise UserError(f"{what} are no longer those that {self.path} was begun with: {REMEDY}")
+            raise UserError(
+                f"{what} are no longer those that {self.path} was started with: {REMEDY}"
+            )
         self._save_manifest()
 
     def _save_manifest(self) -> None:

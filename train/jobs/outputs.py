@@ -35,7 +35,7 @@ def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
     try:
         recorded = json.loads(manifest.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{manifest} is no valid JSON ({error.msg}): {remedy}") from error
+        raise UserError(f"{manifest} is not valid JSON ({error.msg}): {remedy}") from error
     if not isinstance(recorded, dict):
         raise UserError(f"{manifest} is not the manifest of a distillation: {remedy}")
     return recorded
@@ -47,9 +47,9 @@ def lock_path(output: Path) -> Path:
 
 
 def other_settings(output: Path, name: str, before: object, now: object) -> UserError:
-    """The error of an output that was begun with another value of a setting."""
+    """The error of an output that was started with another value of a setting."""
     return UserError(
-        f"{output} was begun with {name} {before!r}, now {now!r}: give the same settings, {REMEDY}"
+        f"{output} was started with {name} {before!r}, now {now!r}: use the same settings, {REMEDY}"
     )
 
 
@@ -88,7 +88,7 @@ def full_disk_named(path: Path) -> Iterator[None]:
         if not _is_full(error, path):
             raise
         raise UserError(
-            f"the disk of {path} is full: make room and give the same command again; what was "
+            f"the disk of {path} is full: make room and run the same command again; what was "
             "written completely is kept"
         ) from error
 

@@ -66,7 +66,7 @@ def invent(
 ) -> InventReport:
     """Write `number` messages as JSON rows that `drafthead data distill` takes as prompts.
 
-    A file that was begun with the same settings is continued, also to a larger number. Raises
+    A file that was started with the same settings is continued, also to a larger number. Raises
     UserError for other settings, when another process writes the file, and when the disk is full;
     TooFewMessagesError when many batches bring nothing that can be kept, and when so many seconds
     after the first pass, which may compile, the number is not there.
@@ -196,7 +196,7 @@ def begin(output: Path, settings: InventSettings, overwrite: bool) -> Progress:
 
 
 def check_settings(output: Path, settings: InventSettings) -> Progress:
-    """The recorded progress of a file; UserError if it was begun with other settings."""
+    """The recorded progress of a file; UserError if it was started with other settings."""
     try:
         record = json.loads(manifest_path(output).read_text(encoding="utf-8"))
         progress = Progress(**record["progress"])

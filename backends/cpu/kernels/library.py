@@ -105,14 +105,16 @@ def loaded() -> bool:
             compile_library(text(), path)
         CDLL(str(path), RTLD_GLOBAL)  # generated code finds the functions, and torch the operations
     except OSError as error:
-        logger.warning("torch's own kernels run, which round otherwise beside others: %s", error)
+        logger.warning(
+            "PyTorch's kernels are used, so 16-bit text can differ at near-ties: %s", error
+        )
         return False
     return True
 
 
 def compile_library(code: str, path: Path) -> None:
     """Compile the library; raises OSError where that fails."""
-    logger.warning("compiling the kernels for this processor, once: half a minute")
+    logger.warning("building the CPU kernels, once on this machine: about half a minute")
     with TemporaryDirectory(dir=path.parent) as folder:
         source, made = Path(folder) / "operations.cpp", Path(folder) / path.name
         source.write_text(code)

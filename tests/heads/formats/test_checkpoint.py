@@ -82,7 +82,7 @@ def test_a_head_of_other_weights_is_taken_and_named(make_head, make_target, tmp_
     load_head(tmp_path / "head", other)
     assert caplog.messages == [
         f"{tmp_path / 'head'} was trained for some/target, and this target has other weights: "
-        "acceptance may be low"
+        f"acceptance may be low; `drafthead build --init-from {tmp_path / 'head'}` adapts it"
     ]
 
 

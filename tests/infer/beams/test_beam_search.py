@@ -274,11 +274,11 @@ def test_logits_that_are_nan_are_an_error_that_names_the_prompt() -> None:
         ({"num_beams": 0}, "num_beams must be at least 1, got 0"),
         ({"num_beams": 2.0}, "num_beams must be an integer"),
         ({"num_beams": 2, "num_return_sequences": 3}, "between 1 and num_beams=2, got 3"),
-        ({"num_beams": 2, "temperature": 1.0}, "beams are not sampled"),
-        ({"num_beams": 2, "verifier": "greedy"}, "num_beams does not go with a verifier"),
-        ({"num_beams": 2, "logprobs": 0}, "num_beams does not go with logprobs"),
-        ({"num_beams": 2, "max_time": 1.0}, "num_beams does not go with max_time"),
-        ({"num_beams": 2, "stop_strings": "x"}, "num_beams does not go with stop_strings"),
+        ({"num_beams": 2, "temperature": 1.0}, "beam search does not sample"),
+        ({"num_beams": 2, "verifier": "greedy"}, "num_beams cannot be combined with a verifier"),
+        ({"num_beams": 2, "logprobs": 0}, "num_beams cannot be combined with logprobs"),
+        ({"num_beams": 2, "max_time": 1.0}, "num_beams cannot be combined with max_time"),
+        ({"num_beams": 2, "stop_strings": "x"}, "num_beams cannot be combined with stop_strings"),
         ({"num_beams": 2, "streamer": TextStreamer(byte_tokenizer())}, "not go with streamer"),
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping must be True, False or"),
         ({"num_beams": 2, "length_penalty": "1"}, "length_penalty must be a number"),
@@ -322,7 +322,7 @@ def test_beams_are_an_option_of_generate_alone(target) -> None:
 
 def test_beams_are_not_learnt_as_answers(target) -> None:
     decoder = Decoder(target, StoreLookup(None, Earlier()))
-    with pytest.raises(UserError, match="num_beams does not go with drafts from answers"):
+    with pytest.raises(UserError, match="num_beams cannot be combined with drafts from answers"):
         decoder.generate([9, 10], num_beams=2)
 
 

@@ -131,7 +131,7 @@ def test_passes_of_one_width_are_refused_where_they_do_not_help(make_target) -> 
     by_all = copy.deepcopy(model)
     mlp = by_all.model.layers[0].mlp
     mlp.register_forward_hook(lambda _mlp, _given, found: found * found.abs().amax())
-    with pytest.raises(UserError, match="rounds a token by what is read beside it"):
+    with pytest.raises(UserError, match="rounds a token differently beside others"):
         OneWidthTarget(Target(by_all))
 
 

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from runs import write_run
+from written import random_head
 
 from drafthead.core.errors import UserError
+from drafthead.core.target.any_target import load_decoder_only
+from drafthead.heads.formats.drafthead import save_head
 from drafthead.lab.building import answering
 from drafthead.lab.building.answering import Answering, rows_at_once
 from drafthead.lab.building.budget import (
@@ -102,8 +105,33 @@ def test_changed_choices_repeat_what_they_touch_or_are_refused(tmp_path) -> None
         longer.finish(stage, 1.0, {})
     compiled = begun(tmp_path, replace(CHOICES, minutes=10.0, compile=True))
     assert list(compiled.stages)[-1] == "evaluate"
-    with pytest.raises(UserError, match=r"was begun with --target 'model', now 'other'"):
+    with pytest.raises(UserError, match=r"was started with --target 'model', now 'other'"):
         begun(tmp_path, replace(CHOICES, target="other"))
+
+
+def test_a_build_starts_from_a_relatives_head(tmp_path) -> None:
+    """The head's shape is that of the one that it starts from, whatever the family's file says."""
+    target = load_decoder_only(str(DEMO_TARGET))
+    old = tmp_path / "old"
+    save_head(random_head("medusa", target, {"num_heads": 2}), old, target, "demo", {})
+    choices = replace(CHOICES, target=str(DEMO_TARGET), family="medusa", init_from=str(old))
+    building = Building(choices, begun(tmp_path / "build", choices))
+    assert f"a head (medusa, from {old})" in building.first_plan()
+    config = load_run_config(building.config, building.settings)
+    assert (config.train.init_from, config.head.num_heads) == (str(old), 2)
+    other = replace(choices, family="eagle3")
+    with pytest.raises(UserError, match="is a head of --family medusa"):
+        Building(other, begun(tmp_path / "other", other)).first_plan()
+
+
+def test_a_build_offers_a_shipped_head_of_the_targets_shape(tmp_path, monkeypatch) -> None:
+    target = load_decoder_only(str(DEMO_TARGET))
+    save_head(random_head("eagle3", target, {}), tmp_path / "ours", target, "demo", {})
+    monkeypatch.setattr(stages, "SHIPPED_HEADS", {str(tmp_path / "ours"): "ours"})
+    for family, offered in (("eagle3", True), ("medusa", False)):
+        choices = replace(CHOICES, target=str(DEMO_TARGET), family=family)
+        plan = Building(choices, begun(tmp_path / family, choices)).first_plan()
+        assert (f"--init-from {tmp_path / 'ours'} starts from" in plan) == offered
 
 
 def test_nothing_is_written_and_all_may_change_before_a_stage_is_done(tmp_path) -> None:
@@ -113,7 +141,7 @@ def test_nothing_is_written_and_all_may_change_before_a_stage_is_done(tmp_path) 
     other = begun(tmp_path / "x", replace(CHOICES, target="other", prompts=("mine.jsonl",)))
     assert other.once("rows", lambda: 64) == 64
     other.finish("prompts", 1.0, {})
-    with pytest.raises(UserError, match=r"was begun with --target 'other', now 'model'"):
+    with pytest.raises(UserError, match=r"was started with --target 'other', now 'model'"):
         begun(tmp_path / "x", CHOICES)
 
 

@@ -57,5 +57,5 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog
     assert "3 of 4 rows are left out" in message
     for reason in ("must be text", "has no user message", "<new>, and the model has only"):
         assert reason in message
-    with pytest.raises(UserError, match="no row can be asked; the first: row 1 of"):
+    with pytest.raises(UserError, match="no row can be used; the first: row 1 of"):
         read_prompts(write(tmp_path / "b.jsonl", system), 5, decoder(), 8)

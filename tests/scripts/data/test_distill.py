@@ -75,7 +75,7 @@ def test_a_server_answers_as_the_target_does_here(run: Run, target: Path, tmp_pa
         run("far.jsonl", "--server", url, local=False)
         with pytest.raises(UserError, match="with --server .* leave --dtype out"):
             run("other.jsonl", "--server", url)
-        with pytest.raises(UserError, match="far.jsonl was begun with server_model 'served'"):
+        with pytest.raises(UserError, match="far.jsonl was started with server_model 'served'"):
             run("far.jsonl", local=False)
     near, far = rows_of(tmp_path / "near.jsonl"), rows_of(tmp_path / "far.jsonl")
     assert [row["token_ids"] for row in near] == [row["token_ids"] for row in far]
@@ -106,7 +106,7 @@ def test_template_arguments_are_json() -> None:
     [
         (["thinking"], "is written NAME=VALUE, got thinking"),
         (["=1"], "is written NAME=VALUE"),
-        (["a=False"], "False is no JSON; write true, false"),
+        (["a=False"], "False is not JSON; write true, false"),
         (["a="], "nothing is no JSON"),
         (["a=1", "a=2"], "a is given twice"),
     ],

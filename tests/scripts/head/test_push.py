@@ -6,13 +6,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from fake_hub import Hub, serving
 from huggingface_hub import constants
 from tiny import tiny_llama
+from transformers import dynamic_module_utils
 from written import random_head
 
 from drafthead.core.target.target import Target
 from drafthead.heads.formats.drafthead import save_head
+from drafthead.infer import Decoder
 
 NAME = "me/small-medusa"
 
@@ -72,10 +75,13 @@ def test_a_head_that_was_pushed_is_taken_by_its_name(hub: Hub, drafthead: Run, h
     pushed = drafthead("head", "push", str(head), NAME, "--private")
     assert pushed.returncode == 0, pushed.stderr
     stored = hub.repositories[NAME]
-    assert sorted(stored) == ["README.md", "config.json", "model.safetensors"]
+    generate = "custom_generate/generate.py"
+    assert sorted(stored) == ["README.md", "config.json", generate, "model.safetensors"]
     assert hub.private == {NAME}
     card = stored["README.md"].decode()
-    assert "base_model: maker/Model-1B" in card
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("maker/Model-1B", "adapter")
+    assert front["tags"] == ["speculative-decoding", "draft-head", "medusa", "custom_generate"]
     assert f"drafthead chat --target maker/Model-1B --draft {NAME}" in card
     assert "| chain | 8 nodes |\n| --- | --- |\n| 2.35 | 2.50 |" in card
     here, there = drafthead("head", "info", str(head)), drafthead("head", "info", NAME)
@@ -90,6 +96,31 @@ def test_a_card_that_is_there_is_kept(hub: Hub, drafthead: Run, head: Path) -> N
     assert drafthead("head", "push", str(head), NAME).returncode == 0
     assert hub.repositories[NAME]["README.md"] == b"mine"
     assert hub.private == set()
+
+
+def test_transformers_alone_decodes_with_an_uploaded_head(
+    hub: Hub, drafthead: Run, head: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """With a local folder in place of the repository: its files are those that were uploaded."""
+    assert drafthead("head", "push", str(head), NAME).returncode == 0
+    folder = tmp_path / "downloaded"
+    for name, content in hub.repositories[NAME].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    passes, begin = [], Decoder._start
+    monkeypatch.setattr(
+        Decoder, "_start", lambda self, request: passes.append(self.drafter) or begin(self, request)
+    )
+    model, ids = tiny_llama(), torch.tensor([[3, 9, 4, 12]])
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False)
+    answer = model.generate(
+        ids, max_new_tokens=12, do_sample=False,
+        custom_generate=str(folder), trust_remote_code=True,
+    )  # fmt: skip
+    assert answer.tolist() == wanted.tolist()
+    (drafter,) = passes
+    assert type(drafter).__name__ == "MedusaDrafter"
 
 
 def test_a_head_in_a_pickle_is_brought(hub: Hub, drafthead: Run, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_other_settings_are_refused_by_name(
 ) -> None:
     distilled(FakeDecoder(), asked(2), output)
     before = output.read_bytes()
-    with pytest.raises(UserError, match=rf"answers.jsonl was begun with {key} .*--overwrite"):
+    with pytest.raises(UserError, match=rf"answers.jsonl was started with {key} .*--overwrite"):
         distilled(FakeDecoder(), asked(2), output, settings)
     assert output.read_bytes() == before
     distilled(FakeDecoder(), asked(1), output, settings, overwrite=True)

@@ -75,7 +75,7 @@ def test_a_system_message_is_added_where_there_is_none(output: Path) -> None:
     assert first[0] == {"role": "system", "content": "be short"}
     assert second[0] == own
     assert [m["role"] for m in first] == ["system", "user", "assistant"]
-    with pytest.raises(UserError, match="was begun with system 'be short', now None"):
+    with pytest.raises(UserError, match="was started with system 'be short', now None"):
         distilled(FakeDecoder(), prompts, output)
 
 
@@ -131,7 +131,7 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(output: Path, caplog) 
     assert report.written == 4 and {"row-0", "row-2#2"} < set(rows_by_id(output))
     assert "2 of 8 rows are left out; the first: row 2 of" in caplog.text
     assert f"and the model has only {size} tokens" in caplog.text
-    with pytest.raises(UserError, match="no row can be asked; the first: .*role `tool`"):
+    with pytest.raises(UserError, match="no row can be used; the first: .*role `tool`"):
         distilled(FakeDecoder(), prompts[1:2], output.with_name("other.jsonl"))
 
 
@@ -196,5 +196,5 @@ def test_settings_that_an_older_manifest_lacks_had_their_defaults(output: Path) 
     del recorded["system"], recorded["template_arguments"]
     manifest.write_text(json.dumps(recorded))
     distilled(FakeDecoder(), asked(2), output)
-    with pytest.raises(UserError, match="was begun with system None, now 'x'"):
+    with pytest.raises(UserError, match="was started with system None, now 'x'"):
         distilled(FakeDecoder(), asked(2), output, replace(SETTINGS, system="x"))

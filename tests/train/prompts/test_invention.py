@@ -127,7 +127,7 @@ def test_a_run_killed_while_it_begins_can_be_repeated(tmp_path, whole, monkeypat
 def test_other_settings_are_refused(tmp_path) -> None:
     path = tmp_path / "prompts.jsonl"
     written(path, 3)
-    with pytest.raises(UserError, match="was begun with seed 0, now 1"):
+    with pytest.raises(UserError, match="was started with seed 0, now 1"):
         invent(FakeSource(InventSettings("fake", seed=1, batch_size=4)), path, 3)
 
 
