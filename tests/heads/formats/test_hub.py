@@ -1,13 +1,15 @@
 """Files in the hub's cache: links of a snapshot lead to its repository's files, and no further."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from drafthead.core.errors import UserError
-from drafthead.heads.formats.checkpoint import may_be_hub_id
+from drafthead.heads.formats.checkpoint import SHIPPED_HEADS, local_copy, may_be_hub_id
 from drafthead.heads.formats.files import behind_hub_link, read_json
 
+ROOT = Path(__file__).parents[3]
 CONTENT = '{"found": true}'
 
 
@@ -76,3 +78,14 @@ def test_what_may_be_on_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert may_be_hub_id(Path(name)) == expected
+
+
+@pytest.mark.parametrize("name", SHIPPED_HEADS)
+def test_a_shipped_head_is_found_anywhere_by_its_name(name: str, tmp_path, monkeypatch) -> None:
+    """In a clone and in a wheel; a folder of that name takes precedence."""
+    monkeypatch.chdir(tmp_path)
+    assert read_json(local_copy(Path(name)) / "config.json")["target"]["name"]
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert f"{SHIPPED_HEADS[name]}/*" in setup["package-data"]["drafthead.assets"]
+    (tmp_path / name).mkdir()
+    assert local_copy(Path(name)) == Path(name)
