@@ -22,10 +22,10 @@ Begin: TypeAlias = Callable[[Sequence[Message]], tuple[BatchRun, Method]]
 
 
 class ChatSession:
-    """A conversation with the target: `say` something, or `stream` the answer.
+    """A conversation with the target: `say` returns an answer, `stream` its pieces.
 
-    Each answer is that of `generate` for `messages` in a new decoding; but only what is new since
-    the last turn is read. Not for several threads at once.
+    Each answer equals that of `generate` for `messages`, but only the new part of the conversation
+    is read. Do not share a session between threads.
     """
 
     def __init__(

@@ -117,31 +117,34 @@ class Decoder:
         same_bits: bool = False,
         **others: Any,
     ) -> "Decoder":
-        """Load a target by folder, GGUF file or hub id, or take a loaded model, and a drafter.
+        """Load a target and a drafter.
 
-        `draft` is the path or hub name of a head or a draft model (`head:PATH` and `model:PATH` say
-        which), ``layers:0-7,20-29`` for some of the target's own layers (``layers:0-9`` is an exit
-        after ten), a `Drafter`, or None for plain decoding. Alone, or in a list beside one of
-        these, lookup drafts what was written before: `lookup` in the prompt and the answer;
-        `ngrams:FOLDER` also in what `drafthead data index` has counted; `answers` also in what
-        this decoder reads and says from now on, up to the last 200,000 tokens. A tree then has the
-        best nodes of both (`WithLookup`).
+        `target` is a folder, a GGUF file, a hub id, a loaded model or a `Target`. A loaded model
+        keeps its mode, hooks and `requires_grad`; pass its `tokenizer`, or the name of one, to work
+        with text.
 
-        A loaded model stays as it is, also where it is in training; pass its `tokenizer`, or that
-        one's name, for prompts and answers that are texts. `others` are transformers' words:
-        `torch_dtype` is taken, the rest is answered with ours.
-        `tree_nodes` fixes the size of the trees, the root included, and turns the planner off. By
-        default the planner sizes them by their cost on this machine, which it learns while
-        decoding, and by how well they are accepted. `draft_tokens` is the most that a draft model,
-        own layers or lookup propose on a path, by default 4. `compile` makes graphs of drafts,
-        and where we have no kernels of passes, when they first run: minutes the first time and
-        seconds later; the output stays the same. By default passes on a GPU are recorded, which
-        takes as long as a few of them, and bfloat16 passes on a CPU run our kernels; with False
-        they run as the model is written. `same_bits` is
-        for 16 bits where neither holds: every pass reads 16 tokens, so that drafted text is that of
-        plain decoding with the same setting; each is dearer. Code that comes
-        with a model runs only with `trust_remote_code`. Raises UserError for what cannot be loaded,
-        does not fit the target or has another name here.
+        `draft` names the drafter. It is the path or hub name of a head or a draft model
+        (`head:PATH` and `model:PATH` state which), ``layers:0-7,20-29`` for some of the target's
+        own layers (``layers:0-9`` exits after ten), `mtp` for its MTP layer, a `Drafter`, or None
+        for plain decoding. Lookup drafts copy earlier text, alone or in a list with one of these:
+        `lookup` copies from the prompt and the answer, `ngrams:FOLDER` also uses a table of
+        `drafthead data index`, and `answers` also uses the last 200,000 tokens that this decoder
+        has read and written.
+
+        `tree_nodes` fixes the size of trees, root included. By default their size follows measured
+        costs and acceptance while decoding. `draft_tokens` limits the drafts of draft models, own
+        layers and lookup; the default is 4. `draft_temperature` is the temperature at which drafts
+        are sampled; it changes the speed only.
+
+        `compile` compiles the drafts of heads, and passes where our CPU kernels are not available.
+        It takes minutes the first time and is cached on disk; the text stays the same. By default
+        nothing is compiled: a GPU uses CUDA graphs, and a CPU runs our kernels in bfloat16. False
+        runs the model as it is written. `same_bits` makes 16-bit text identical to plain decoding
+        without our kernels, by padding every pass to 16 tokens, which is slower.
+
+        Code that comes with a model runs only with `trust_remote_code`. `others` accepts
+        transformers' `torch_dtype`. Raises UserError for what cannot be loaded, does not fit the
+        target, or is called differently here.
         """
         drafts = read_drafts(draft)
         length = length_of_paths(draft_tokens, drafts)
@@ -157,14 +160,14 @@ class Decoder:
     def generate(
         self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Any
     ) -> DecodeResult:
-        """Decode one prompt or a batch; `DecodeOptions` documents the options.
+        """Decode one prompt or a batch. `DecodeOptions` documents the options.
 
         A prompt is a string (a user message if the tokenizer has a chat template), chat messages,
-        or token ids: a list, tensor or array [T], or a tokenizer's output. A batch is a list of
+        token ids (a list, tensor or array [T]), or a tokenizer's output. A batch is a list of
         prompts, or padded ids [B, T] with their `attention_mask`. Without a mask, pad tokens at
-        both ends of rows [B, T] are dropped, as in transformers. A tokenizer's output may also come
-        by its names, `generate(**inputs)`. Raises UserError for a request that cannot be honoured,
-        and for an unknown option, with the right one.
+        both ends of rows [B, T] are dropped, as in transformers. A tokenizer's output may also be
+        passed by name: `generate(**inputs)`. Raises UserError for a request that is not supported,
+        and for an unknown option, with the right name.
         """
         run, emissions = self._begin(prompts, read_options(options))
         if (streamer := run.request.streamer) is not None:
@@ -174,9 +177,9 @@ class Decoder:
         return self.result(run)
 
     def stream(self, prompt: Prompt | None = None, **options: Any) -> TextStream:
-        """Decode one prompt as `generate` does; the text comes piece by piece.
+        """Decode one prompt and return its text piece by piece.
 
-        The pieces joined are the text that `generate` returns.
+        Joined, the pieces are the text that `generate` returns.
         """
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
@@ -192,10 +195,10 @@ class Decoder:
     def steps(
         self, prompts: Prompt | Sequence[Prompt] | None = None, **options: Any
     ) -> Stream[Emitted]:
-        """Decode as `generate` does, one pass each time that the stream is asked.
+        """Decode like `generate`, one pass per iteration.
 
-        Each pass gives {row number: new tokens}, of rows that gained some. Several decodings can
-        take turns.
+        Each pass returns {row number: new tokens} for rows that got new tokens. You can alternate
+        between several decodings.
         """
         settings = read_options(options)
         refuse_in_pieces(settings)
@@ -203,9 +206,9 @@ class Decoder:
         return Stream(emissions, run.stats, lambda: self.result(run))
 
     def as_custom_generate(self) -> CustomGenerate:
-        """What `model.generate(..., custom_generate=...)` of this decoder's model takes.
+        """Return the `custom_generate` argument for `model.generate` of this decoder's model.
 
-        `model.generate` then decodes with this decoder, and returns what it always returns.
+        `model.generate` then decodes with this decoder and returns what it always returns.
         """
         self.target.refuse_encoder("custom_generate")
 
@@ -215,7 +218,7 @@ class Decoder:
         return CustomGenerate(self.target, begin)
 
     def result(self, run: BatchRun) -> DecodeResult:
-        """What a run has decoded so far; another thread may be decoding it."""
+        """Return what a run has decoded so far; another thread may still be decoding it."""
         return result_of(run, self.tokenizer)
 
     def warm_up(
@@ -224,11 +227,11 @@ class Decoder:
         fresh: bool = False,
         **options: Any,
     ) -> None:
-        """Do before serving what the first answers would do: learn what steps cost, make graphs.
+        """Measure step times and make graphs before the first answer.
 
-        For batches of each size, answered with the same options. Steps of each size of tree that
-        may pay are timed, for 2 to 10 seconds, longer where steps are slow, and the times are kept.
-        What was timed earlier is timed again only if `fresh`. Raises what `generate` raises.
+        This is done for each batch size, with the same options as later answers. It takes 2 to 10
+        seconds per size, longer if steps are slow. The times are kept; `fresh` measures them again.
+        Raises what `generate` raises.
         """
         settings = read_options(options)
         refuse_in_pieces(settings)
@@ -252,18 +255,19 @@ class Decoder:
         time_or_visit(plans, run, rule, fresh)
 
     def serve(self, requests: Requests, *, max_rows: int = 8, **options: Any) -> Iterator[Answer]:
-        """Answer requests that come and go, up to `max_rows` of them in one batch.
+        """Answer a stream of requests with continuous batching, up to `max_rows` at a time.
 
-        `requests` is an iterable, maybe endless, of prompts or `ServeRequest`s, or a `queue.Queue`
-        of them, which None ends. The next ones are taken as soon as a row is free; with 32 rows or
-        more as soon as a sixteenth of them is, since few prompts are dear to read. Answers come in
-        the order in which they end. Each is that of `generate` for its prompt and seed alone; by
-        default seeds count upwards from `seed`. A request that cannot be honoured gets an answer
-        with an `error`, and does not disturb the others.
+        `requests` is an iterable, which may be endless, of prompts or `ServeRequest`s, or a
+        `queue.Queue` of them; None in the queue ends it. The next request is taken as soon as a row
+        is free; with 32 rows or more, as soon as a sixteenth of them is free, because reading few
+        prompts at a time is slow. Answers are returned in the order in which they end. Each equals
+        that of `generate` for its prompt and seed alone; by default seeds count up from `seed`. A
+        request that is not supported gets an answer with an `error`, and does not affect the
+        others.
 
         The options are those of `generate` that requests of one batch can share; a `ServeRequest`
-        has its own sampling and stop strings. Raises UserError for others by name, and for a
-        max_rows below 1.
+        has its own sampling options and stop strings. Raises UserError for other options by name,
+        and for a max_rows below 1.
         """
         seed = shared_options(options, max_rows)
 
@@ -280,14 +284,13 @@ class Decoder:
     def remember(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Read what many prompts begin with, such as a system prompt, once for all of them.
+        """Read a shared prefix, such as a system prompt, once for all later prompts.
 
-        From then on `generate`, `stream`, `steps`, `serve` and `chat` read of prompts only what
-        follows the tokens that all prompts of a batch have in common with a remembered one, the
-        longest of several. Answers stay the same in float32; `stats.reused` counts the positions
-        that were not read. A remembered prompt takes its part of the target's and the drafter's
-        caches until `forget`, and is not used while the model has other weights or adapters.
-        Raises UserError for what is not one prompt of `generate`.
+        Afterwards, `generate`, `stream`, `steps`, `serve` and `chat` skip the tokens that all
+        prompts of a batch share with a remembered prompt (the longest of several). Answers stay the
+        same in float32; `stats.reused` counts the skipped positions. A remembered prompt keeps its
+        part of the caches until `forget`, and is ignored while the model has other weights or
+        adapters. Raises UserError for anything that is not one prompt of `generate`.
         """
         self.target.refuse_encoder("remember")  # the encoder reads a text as a whole
         options = {"max_new_tokens": 1, "use_model_defaults": False}
@@ -298,12 +301,12 @@ class Decoder:
             self.memory.add(method.read(run, method.recall(run)), state)
 
     def forget(self) -> None:
-        """Remember nothing any more, and let the memory go."""
+        """Forget all remembered prompts and free their memory."""
         self.memory.pasts.clear()
         self.memory.kept.clear()
 
     def chat(self, system: str | None = None, **options: Any) -> ChatSession:
-        """A conversation whose turns keep the caches of earlier ones, with the options of
+        """Start a conversation that keeps the caches of earlier turns, with the options of
         `generate`.
 
         Raises UserError when the target has no tokenizer with a chat template.

@@ -104,10 +104,10 @@ Draft: TypeAlias = str | Path | Drafter  # what `draft` takes, or a list of
 
 
 def read_drafts(draft: Draft | Sequence[Draft] | None) -> list[NamedDraft | Drafter]:
-    """What `draft` names, before anything is loaded.
+    """Parse `draft`, before anything is loaded.
 
-    Raises UserError for what is no name, no path and no Drafter, for a path where nothing drafts,
-    for two drafters of which none goes beside the other, and for the same kind twice.
+    Raises UserError for a value that is not a name, a path or a Drafter, for a path without a
+    drafter, for two drafters of which neither is a lookup, and for the same kind twice.
     """
     given = draft if is_list(draft) else [] if draft is None else [draft]
     drafts = [each if isinstance(each, Drafter) else named_draft(each) for each in given]
@@ -125,7 +125,7 @@ def read_drafts(draft: Draft | Sequence[Draft] | None) -> list[NamedDraft | Draf
 
 
 def is_beside(draft: NamedDraft | Drafter) -> bool:
-    """Whether a drafter goes beside another one: it is a kind of lookup."""
+    """Whether a drafter can be added to another one: it is a kind of lookup."""
     return draft.kind.beside if isinstance(draft, NamedDraft) else isinstance(draft, Lookup)
 
 
@@ -151,9 +151,9 @@ def kinds_listed() -> str:
 
 
 def kind_of_path(path: Path) -> str:
-    """What drafts from a path or hub name: `ngrams`, `model` or `head`.
+    """The kind of drafter at a path or hub name: `ngrams`, `model` or `head`.
 
-    Raises UserError, with the names of `draft`, where it is none of them.
+    Raises UserError, with the names that `draft` takes, for anything else.
     """
     if (path / RECORD).is_file():
         return "ngrams"
@@ -189,7 +189,7 @@ def length_of_paths(draft_tokens: int | None, drafts: Sequence[NamedDraft | Draf
 
 
 def made_drafter(drafts: Sequence[NamedDraft | Drafter], fitting: Fitting) -> Drafter | None:
-    """The drafter that `read_drafts` has found, with all lookup beside it; None for no drafter."""
+    """Make the drafter that `read_drafts` has parsed, with its lookups; None for no drafter."""
     made = [
         each.kind.make(each.argument, fitting) if isinstance(each, NamedDraft) else each
         for each in drafts

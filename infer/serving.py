@@ -26,7 +26,7 @@ GROUPS, GROUPS_ON_GPU = 16, 4
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """A prompt with options of its own; None: those of the call of `serve`."""
+    """A prompt with its own options; None takes the option of the call to `serve`."""
 
     prompt: Prompt
     id: Hashable = None  # comes back with the answer; None: the number of the request, from 0
@@ -43,7 +43,7 @@ class ServeRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request, or what is wrong with the request."""
+    """The answer to one request, or its error."""
 
     id: Hashable
     tokens: list[int] = field(default_factory=list)  # new token ids, the end token included

@@ -112,7 +112,7 @@ def trace(decoder: Decoder, prompt: Prompt | None = None, **options: Any) -> Tra
     steps: list[TracedStep] = []
 
     def watch(tree: TokenTree, output: TargetOutput, outcome: Outcome) -> None:
-        """Keep what a step was."""
+        """Record a step."""
         steps.append(traced(tree, target_probs(output, run.request.sampling), outcome))
 
     made_for = method.drafter.features, method.rule, method.most_nodes

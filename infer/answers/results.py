@@ -89,7 +89,7 @@ Piece = TypeVar("Piece")
 
 
 class Stream(Iterator[Piece]):
-    """Output that is decoded while it is iterated; `async for` decodes in a thread beside."""
+    """Output that is decoded while you iterate; `async for` decodes in another thread."""
 
     def __init__(
         self, pieces: Iterator[Piece], stats: DecodeStats, result: Callable[[], DecodeResult]
@@ -115,14 +115,14 @@ class Stream(Iterator[Piece]):
 
     @property
     def result(self) -> DecodeResult:
-        """What has been decoded so far, as `Decoder.generate` returns it."""
+        """The tokens decoded so far, as `Decoder.generate` returns them."""
         result = self._result()
         if not self.closed:
             return result
         return replace(result, finish_reasons=[r or "cancelled" for r in result.finish_reasons])
 
     def close(self) -> None:
-        """Decode no more, and let the memory go. Another thread may do this during a step."""
+        """Stop decoding and free the memory. Another thread may call this during a step."""
         self.closed = True
         self.pieces = iter(())
 

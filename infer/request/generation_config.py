@@ -40,10 +40,10 @@ SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typica
 
 @settings
 class Processors:
-    """What becomes logits processors; None is unset. transformers checks those that are Any.
+    """The options that become logits processors; None is unset.
 
-    It does not know frequency_penalty and presence_penalty, but its config carries them all the
-    same: GenerationConfig(frequency_penalty=0.5).
+    transformers checks the values of those with type Any. It does not know frequency_penalty and
+    presence_penalty, but its config accepts them: GenerationConfig(frequency_penalty=0.5).
     """
 
     bad_words_ids: Any = None

@@ -150,7 +150,7 @@ def options_of_rule(name: str, wanted: Collection[str]) -> frozenset[str]:
 
 
 def rule_of_rows(name: str, greedy: bool) -> str:
-    """The rule of a batch whose rows have this one, of which none draws, or some do.
+    """The rule of a batch whose rows use this rule, depending on whether any of them samples.
 
     Rows of `greedy` and of `match` can share a batch: each follows the target's own tokens.
     """
@@ -186,9 +186,9 @@ def path_to(tree: TokenTree, node: torch.Tensor, bonus: torch.Tensor) -> Accepta
 def deepest(
     tree: TokenTree, passes: torch.Tensor, preference: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """The deepest node [B] of which the whole path passes [B, N].
+    """The deepest node [B] whose whole path passes [B, N].
 
-    Among nodes of one depth the one with the largest `preference` [B, N], in [0, 1), wins.
+    Among nodes of one depth, the one with the largest `preference` [B, N], in [0, 1), wins.
     """
     # Nodes that are not on a path have no say in it.
     reached = (passes[:, None, :] | ~tree.ancestors).all(-1)

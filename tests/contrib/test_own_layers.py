@@ -188,7 +188,7 @@ def test_layers_are_named_by_ranges(text: str, layers: tuple[int, ...]) -> None:
         ("3,1", "ascending order"),
         ("1,1", "each once"),
         ("2-1", "2-1"),
-        ("0-999999999", "no list of layers"),
+        ("0-999999999", "not a list of layers"),
         ("first", "layers:first is not a list of layers, such as layers:0-7,20-29"),
         ("", "is not a drafter"),
     ],

@@ -287,5 +287,5 @@ def test_a_loaded_model_becomes_a_target_as_it_is(target) -> None:
     assert Decoder.from_pretrained(target).target is target
     with pytest.raises(UserError, match="dtype=float32 is for models that are loaded by name"):
         Decoder.from_pretrained(target.model, dtype="float32")
-    with pytest.raises(UserError, match="holds 5: names are head:PATH"):
+    with pytest.raises(UserError, match="got 5: names are head:PATH"):
         Decoder.from_pretrained(target.model, draft=5)

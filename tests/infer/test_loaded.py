@@ -78,8 +78,8 @@ def test_a_drafter_is_taken_as_it_is(target: Target) -> None:
     ("draft", "complaint"),
     [
         ("lokup", r"does not exist.*--draft takes .*head:PATH, .*lookup"),
-        (5, "holds 5: names are"),
-        (["lookup", 5], "holds 5: names are"),
+        (5, "got 5: names are"),
+        (["lookup", 5], "got 5: names are"),
         (["head:a", "layers:0"], "choose one of head:a and layers:0 to draft: only lookup, "),
         (["lookup", "lookup"], "lookup is given twice"),
         ("lookup:5", "is not a drafter"),

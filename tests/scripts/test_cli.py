@@ -496,7 +496,7 @@ RACE = (*TARGET, "--prompts", "@prompts.jsonl", "--output", "unused")
             ("compare", *RACE, "--draft", "@head", "--draft", "@head"),
             "two drafters are called head: rename",
         ),
-        (("verify", *TARGET), "name what drafts with --draft"),
+        (("verify", *TARGET), "choose the drafter to test with --draft"),
         (("verify", *TARGET, "--draft", "lookup", "--samples", "5"), "at least 100"),
         (("verify", *TARGET, "--draft", "lookup", "--false-alarm", "2"), "between 0 and 1"),
         (

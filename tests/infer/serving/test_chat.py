@@ -134,7 +134,7 @@ def test_arguments_of_the_template_reach_every_prompt() -> None:
     ("prompt", "arguments", "sentence"),
     [
         ("hi", {"quik": True}, "does not read quik"),
-        ("hi", {"tokenize": True}, "tokenize is not the template's"),
+        ("hi", {"tokenize": True}, "tokenize is set by drafthead"),
         ([5, 6], {"quick": True}, "for prompts that are texts or messages"),
         ("hi", ["quick"], "must be a mapping of names"),
     ],

@@ -107,7 +107,7 @@ def test_template_arguments_are_json() -> None:
         (["thinking"], "is written NAME=VALUE, got thinking"),
         (["=1"], "is written NAME=VALUE"),
         (["a=False"], "False is not JSON; write true, false"),
-        (["a="], "nothing is no JSON"),
+        (["a="], "nothing is not JSON"),
         (["a=1", "a=2"], "a is given twice"),
     ],
 )

@@ -97,7 +97,7 @@ def test_template_arguments_reach_every_prompt_and_the_row(output: Path) -> None
     assert (
         learnt[0].input_ids[: len(row["token_ids"][0]["prompt"])] == (row["token_ids"][0]["prompt"])
     )
-    with pytest.raises(UserError, match="begun with template_arguments {'enable_thinking': False}"):
+    with pytest.raises(UserError, match="started with template_arguments {'enable_thinking': False}"):
         distilled(decoder, asked(1, turns=2), output)
 
 
@@ -140,8 +140,8 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(output: Path, caplog) 
     [
         ({"enable_thinking_": 1}, "does not read enable_thinking_"),
         ({"thinking": 1}, "does not read thinking"),
-        ({"add_generation_prompt": False}, "add_generation_prompt is not the template's"),
-        ({"tokenize": True}, "tokenize is not the template's"),
+        ({"add_generation_prompt": False}, "add_generation_prompt is set by drafthead"),
+        ({"tokenize": True}, "tokenize is set by drafthead"),
     ],
 )
 def test_arguments_that_the_template_does_not_read_are_refused(

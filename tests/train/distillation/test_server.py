@@ -200,7 +200,7 @@ def test_a_server_that_stays_busy_ends_the_run_and_the_next_run_goes_on(
     monkeypatch.setattr("drafthead.train.distillation.answers.WINDOW", 1)
     output = tmp_path / "a.jsonl"
     completions.failures = [200] * 3 + [503] * 60
-    with pytest.raises(UserError, match=r"busy \(503: planted 503\): give the same command"):
+    with pytest.raises(UserError, match=r"busy \(503: planted 503\): run the same command"):
         from_server(completions, output)
     assert len(rows_by_id(output)) == 3
     completions.failures = []
@@ -243,7 +243,7 @@ def test_a_refused_connection_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "ftp://x/", "http://"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match="is no address of a server"):
+    with pytest.raises(UserError, match="is not the address of a server"):
         find_model(Connection(address), None, "served")
 
 
