@@ -16,9 +16,10 @@ help:  ## Show this list.
 install: $(READY)  ## Make .venv and install the project with the tried versions.
 
 $(READY): pyproject.toml constraints.txt
+	@echo 'Installing PyTorch and drafthead into $(VENV): 2 GB or more, some minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[lab,serve]'
 	-$(BIN)/python -m drafthead.backends.cpu.kernels.library  # else it is compiled when it is needed
 	touch $(READY)

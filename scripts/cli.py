@@ -208,8 +208,8 @@ def main() -> None:
     """Run the verb; bad input ends with one sentence and exit status 2, Ctrl-C with 130."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)  # warnings of other libraries
     logging.getLogger("drafthead").setLevel(logging.INFO)
-    # Of transformers, too: models of demo size load too fast for progress bars.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():  # downloads show their progress in a terminal, not in a log
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else two lines for each time it retries
     try:
         words = sys.argv[1:]
