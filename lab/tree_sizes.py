@@ -135,7 +135,7 @@ PLAN_COLUMNS: Columns = {
     "nodes": lambda row: str(row.nodes),
     "depth": lambda row: str(row.depth),
     "step ms": lambda row: f"{1000 * row.step_seconds:.2f}",
-    "tokens a step": lambda row: f"{row.tokens:.2f}",
+    "tokens per step": lambda row: f"{row.tokens:.2f}",
     "tokens/s": lambda row: f"{row.tokens_per_second:.1f}",
     "speedup": lambda row: f"{row.speedup:.2f}",
     "choice": lambda row: "" if not row.chosen else "<--" if row.depth else "none: plain decoding",

@@ -120,7 +120,7 @@ def tokens_and_steps(answer: TracedAnswer, tree: int, chosen: Chosen) -> tuple[i
 COLUMNS: Columns = {
     "answers": lambda f: str(f.answers),
     "best tree": lambda f: f"{f.nodes} nodes, K = {f.depth}",
-    "tokens a step": lambda f: number(f.tokens.value),
+    "tokens per step": lambda f: number(f.tokens.value),
     "plain ms": lambda f: number(f.plain_ms),
     "step ms": lambda f: number(f.step_ms),
     "over plain": lambda f: interval(f),

@@ -27,8 +27,10 @@ from drafthead.lab.reports.report import (
 LISTED_DIVERGENCES = 10
 NAMES = {PLAIN: "plain decoding", GENERATE: "model.generate"}  # the baselines, in the picture
 TAU_NOTE = (
-    "tau is of the trees that the planner chose for this machine (nodes); drafthead head evaluate "
-    "has that of larger ones, at every step"
+    "nodes: size of the draft trees that were chosen on this machine; tau: tokens per pass with "
+    "these; c: cost of drafting in a step, in plain steps; bound: speedup that tau and the "
+    "measured times allow; efficiency: speedup / tau; repeated: 8-grams that occur again, where "
+    "drafts are easy"
 )
 WHO: Columns = {"mode": lambda row: row.mode, "T": lambda row: f"{row.temperature:g}"}
 COLUMNS: Columns = {
@@ -41,7 +43,7 @@ COLUMNS: Columns = {
     "c": lambda row: number(row.draft_cost),
     "bound": lambda row: number(row.speedup_bound),
     "efficiency": lambda row: number(row.efficiency),
-    "8-grams again": lambda row: f"{100 * row.repeated_8gram_share:.0f} %",
+    "repeated": lambda row: f"{100 * row.repeated_8gram_share:.0f} %",
 }
 
 
@@ -55,7 +57,7 @@ def noise_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return how far off the speeds are, by those who drafted nothing: they are plain decoding."""
     return [
         f"{row.mode} drafted nothing at temperature {row.temperature:g} and has {row.speedup:.2f} "
-        "times the speed of plain decoding, which it is: the figures of this race are that far off"
+        "times the speed of plain decoding, which is the same: differences of that size are noise"
         for row in rows
         if row.mode != PLAIN and row.tree_nodes == 1
     ]
@@ -91,10 +93,10 @@ def divergence_notes(
     theirs = {row.mode for row in greedy if row.verifier == THEIR_RULE}
     ours = sorted((d for d in divergences if d.mode not in theirs), key=lambda d: -d.top2_gap)
     answers = (len(greedy) - len(theirs) - 1) * prompts  # plain decoding's own are not counted
-    notes = [f"greedy answers: all {answers} are plain decoding's"]
+    notes = [f"greedy answers: all {answers} equal plain decoding"]
     if ours:
         notes = [
-            f"greedy answers: {len(ours)} of {answers} differ from plain decoding's; first "
+            f"greedy answers: {len(ours)} of {answers} differ from plain decoding; first "
             "differences:"
         ]
     notes += [
@@ -104,7 +106,10 @@ def divergence_notes(
     ]
     count = len(divergences) - len(ours)
     total = len(theirs) * prompts
-    return [*notes, f"transformers' own: {count} of {total} differ, where torch's kernels round"]
+    return [
+        *notes,
+        f"transformers' own: {count} of {total} differ, because its kernels round differently",
+    ]
 
 
 def comparison_report(

@@ -23,8 +23,8 @@ BY_DEPTH = (
 )
 # Under the first table.
 TAU_NOTE = (
-    "each column drafts trees of one size at every step; compare has the tau of the trees that pay "
-    "on a machine, which may be smaller, and training's bar counts guesses after all tokens"
+    "each column uses trees of one size at every step; in compare, tau is often smaller because "
+    "only trees that pay on the machine are used; the progress bar of training counts all positions"
 )
 
 
@@ -101,7 +101,7 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
         for source, evaluation in found.items()
     ]
     columns = ["tau", "conversations", "tokens", "chain", *sizes]
-    print_table(Table("tokens a pass of the target", columns, taus), [TAU_NOTE])
+    print_table(Table("tokens per pass of the target", columns, taus), [TAU_NOTE])
     for source, evaluation in found.items():
         if len(evaluation.categories) > 1:
             kinds = [(name, number(tau)) for name, tau in evaluation.categories.items()]

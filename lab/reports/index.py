@@ -78,7 +78,7 @@ def show(counted: NgramTable, texts: int, held_out: list[list[int]], output: Pat
         for nodes in tqdm(TREE_SIZES, desc="measuring", unit="size", delay=1, leave=False)
     ]
     note = (
-        f"tokens a pass (tau), on {len(held_out)} answers that are not in it: by prompt lookup in "
+        f"tokens per pass (tau), on {len(held_out)} answers not in the table: by prompt lookup in "
         "these alone, and with the table"
     )
     print_table(Table("", ["nodes", "alone", "with the table"], rows), [note])

@@ -27,10 +27,10 @@ from drafthead.lab.reports.report import OURS, THEIRS, Table, number, page
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
 EXPLAINED = (
-    "speedup: over plain decoding on this engine; over generate: over model.generate; tau: tokens "
-    "a pass; c: time of drafting over that of a plain step; bound: the speedup that tau and the "
-    "measured phases allow; efficiency: speedup over tau; 8-grams again: share of 8 tokens in a "
-    "row that occurred before in the same answer, as in loops, which flatter tau."
+    "speedup: relative to plain decoding with drafthead; over generate: relative to "
+    "model.generate; tau: tokens per pass; c: cost of drafting in a step, in plain steps; bound: "
+    "the speedup that tau and the measured times allow; efficiency: speedup / tau; repeated: share "
+    "of 8-grams that occurred before in the same answer, as in loops, where drafts are easy."
 )
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
@@ -99,7 +99,7 @@ def held_out_section(last: dict[str, Any]) -> Section:
         "On held-out answers",
         notes=[f"{last['anchors']} tokens, after step {last['step']}."],
         tables=[
-            Table("tokens a pass", ["chain", *(f"{size} nodes" for size in sizes)], [taus]),
+            Table("tokens per pass", ["chain", *(f"{size} nodes" for size in sizes)], [taus]),
             Table(
                 "first guesses that are right, where all before them were",
                 depths,

@@ -60,7 +60,7 @@ def described(found: Counted) -> str:
     """Counts in words."""
     shares = " ".join(f"{count / found.drafts:.0%}" for count in found.accepted if found.drafts)
     by_place = f"of {found.drafts} drafts {shares} by position, " if found.drafts else ""
-    return f"{by_place}{found.length:.2f} tokens a step"
+    return f"{by_place}{found.length:.2f} tokens per step"
 
 
 def same(theirs: Counted, ours: Counted) -> bool:

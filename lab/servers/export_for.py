@@ -286,7 +286,7 @@ def drafted_tokens(head: DraftHead, target: str) -> tuple[int, str]:
     return best + 1, (
         f"most tokens for the weights read. Of {places} held-out places (acceptance.json) the "
         f"first {head.depth} drafted tokens were right at {', '.join(f'{p:.0%}' for p in right)}: "
-        f"{tokens[best]:.2f} tokens a pass. Each drafted token reads {share:.0%} of what a pass "
+        f"{tokens[best]:.2f} tokens per pass. Each drafted token reads {share:.0%} of what a pass "
         "of the target reads. That is no measurement of the server: large batches want fewer, and "
         "so may one whose drafts are dear"
     )

@@ -59,7 +59,7 @@ def main(
             "rule": found.rule,
             "tokens": f"{count}, the first one from the pass over the prompt",
             "steps": str(stats.steps),
-            "tau": f"{stats.tau:.2f} tokens a step",
+            "tau": f"{stats.tau:.2f} tokens per step",
         }
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, as_page(found, tokenizer, about))

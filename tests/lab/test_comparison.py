@@ -231,7 +231,7 @@ def test_answers_of_transformers_are_not_counted_among_ours(small_race) -> None:
         Divergence(mode, 0, 3, 1, 2, 0.125, 0.125, 0.125) for mode in (head.mode, GENERATE)
     )
     equal, of_theirs = divergence_notes([theirs], rows, 2)
-    assert equal == "greedy answers: all 2 are plain decoding's" and "1 of 4 differ" in of_theirs
+    assert equal == "greedy answers: all 2 equal plain decoding" and "1 of 4 differ" in of_theirs
     differ, first, _ = divergence_notes([theirs, ours], rows, 2)
     assert "1 of 2 differ" in differ and first.startswith(f"- {head.mode}, prompt 0, token 3: 2")
 

@@ -126,7 +126,7 @@ class Trainer:
         seconds = left * self.step_seconds if self.duration.unit == "step" else left
         tokens = self.progress.supervised_tokens - before.supervised_tokens
         logger.info(
-            "about %.1f minutes to go at %.2f s and %d supervised tokens a step",
+            "about %.1f minutes to go at %.2f s and %d supervised tokens per step",
             seconds / 60,
             self.step_seconds,
             tokens,

@@ -279,7 +279,7 @@ def test_logits_that_are_nan_are_an_error_that_names_the_prompt() -> None:
         ({"num_beams": 2, "logprobs": 0}, "num_beams cannot be combined with logprobs"),
         ({"num_beams": 2, "max_time": 1.0}, "num_beams cannot be combined with max_time"),
         ({"num_beams": 2, "stop_strings": "x"}, "num_beams cannot be combined with stop_strings"),
-        ({"num_beams": 2, "streamer": TextStreamer(byte_tokenizer())}, "cannot be combined with streamer"),
+        ({"num_beams": 2, "streamer": TextStreamer(byte_tokenizer())}, "combined with streamer"),
         ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping must be True, False or"),
         ({"num_beams": 2, "length_penalty": "1"}, "length_penalty must be a number"),
         ({"length_penalty": 2.0}, "length_penalty=2.0 needs num_beams above 1"),

@@ -38,7 +38,7 @@ def test_ngrams_are_counted_and_measured(run, tmp_path: Path) -> None:
     status, out, _ = run(PROMPTS, tmp_path / "store", "--ngrams", "3")
     assert status == 0 and "n-grams of up to 3" in out
     counted = int(re.search(r"tokens of (\d+) answers", out)[1])
-    measured = int(re.search(r"on (\d+) answers that are not in it", out)[1])
+    measured = int(re.search(r"on (\d+) answers not in the table", out)[1])
     assert counted + measured == 2 * PROMPTS, "few are left out"
     assert 0 < measured < 20 and measured % 2 == 0, "both answers to a prompt"
     table = load_table(tmp_path / "store", vocabulary_of(byte_tokenizer()))

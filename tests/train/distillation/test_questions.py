@@ -97,7 +97,7 @@ def test_template_arguments_reach_every_prompt_and_the_row(output: Path) -> None
     assert (
         learnt[0].input_ids[: len(row["token_ids"][0]["prompt"])] == (row["token_ids"][0]["prompt"])
     )
-    with pytest.raises(UserError, match="started with template_arguments {'enable_thinking': False}"):
+    with pytest.raises(UserError, match="with template_arguments {'enable_thinking': False}"):
         distilled(decoder, asked(1, turns=2), output)
 
 
