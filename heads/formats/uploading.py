@@ -15,6 +15,7 @@ from drafthead.heads.formats.printing import printable
 # Of a run's folder; its states, logs and samples of data stay where they are.
 FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "acceptance.json", "README.md")
 CARD = "README.md"
+PLACEHOLDER = re.compile(r"\bOWNER/[\w.-]+")  # the repository, in the card that a build writes
 # For `model.generate(..., custom_generate="OWNER/NAME", trust_remote_code=True)`: transformers runs
 # this file. It copies the file elsewhere first, so the caller alone knows the folder or repository.
 GENERATE_FILE = "custom_generate/generate.py"
@@ -56,6 +57,8 @@ def push(head: Path, repository: str, private: bool) -> tuple[str, list[str]]:
         raise UserError(f"{head} holds no safetensors: convert it with drafthead head import")
     if CARD not in files:
         files[CARD] = card(repository, foreign).encode()
+    elif PLACEHOLDER.search(text := (head / CARD).read_text(encoding="utf-8")):
+        files[CARD] = PLACEHOLDER.sub(repository, text).encode()
     files[GENERATE_FILE] = generate_file(repository).encode()
     return upload(repository, files, private), sorted(files)
 

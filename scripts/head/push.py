@@ -12,11 +12,12 @@ def main(
     repository: Annotated[str, typer.Argument(help="Repository on the hub: OWNER/NAME.")],
     private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
 ) -> None:
-    """Upload a head to the Hugging Face hub: --draft OWNER/NAME then takes it everywhere.
+    """Upload a head to the Hugging Face hub, so that everybody can use --draft OWNER/NAME.
 
-    A folder without README.md gets a card, with what is known of target, training and acceptance.
-    All files arrive together or not at all. config.json tells how the head was trained, with the
-    paths of the data: look at it before. Log in first: hf auth login.
+    A model card is written if the folder has no README.md: base model, family, and measured tau.
+    custom_generate/generate.py is added, so that transformers can decode with the head. All files
+    are uploaded in one commit. config.json contains the training settings with the paths of your
+    data, so look at it first. Log in with: hf auth login.
     """
     from drafthead.heads.formats.uploading import push
 

@@ -123,6 +123,14 @@ def test_transformers_alone_decodes_with_an_uploaded_head(
     assert type(drafter).__name__ == "MedusaDrafter"
 
 
+def test_the_card_of_a_build_gets_the_repositorys_name(
+    hub: Hub, drafthead: Run, head: Path
+) -> None:
+    (head / "README.md").write_text("--draft OWNER/model-eagle3\nmine, too")
+    assert drafthead("head", "push", str(head), NAME).returncode == 0
+    assert hub.repositories[NAME]["README.md"] == f"--draft {NAME}\nmine, too".encode()
+
+
 def test_a_head_in_a_pickle_is_brought(hub: Hub, drafthead: Run, tmp_path: Path) -> None:
     pickled = tmp_path / "lm_head.pt"
     torch.save({"0.0.linear.weight": torch.zeros(4, 4)}, pickled)
