@@ -14,11 +14,12 @@ from few; see `CacheMemory`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
 
+from drafthead.core.dims import Spec
 from drafthead.core.kv_cache.cache_memory import CacheMemory, FreshStores, Lease, in_steps
 
 # Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
@@ -96,11 +97,87 @@ class CacheColumns:
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
 
 
+class TreeKernels(Protocol):
+    """Attention over trees, and the moves after a verdict, where recorded passes have kernels."""
+
+    most_nodes: int  # of a tree that they take
+
+    def masks(
+        self,
+        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
+        lengths: torch.Tensor,  # [B] committed positions
+        start: torch.Tensor,  # [] column of the first of the M nodes
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """What the model takes as its mask, see `LayerMasks`."""
+        ...
+
+    def sight(
+        self, visible: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """`masks` of layers without windows, int64 [B, 1, 3, N]: those of draft heads."""
+        ...
+
+    def cache(
+        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], pending: int = 0
+    ) -> CacheColumns:
+        """The cache of keys and values [B, H, capacity, D] of each layer, after pending nodes."""
+        ...
+
+    def commit(
+        self,
+        states: Sequence[torch.Tensor],  # keys and values of all layers, [B, H, capacity, D]
+        path: torch.Tensor,  # [B, P] accepted nodes in order
+        accepted: torch.Tensor,  # [B] their number
+        lengths: torch.Tensor,  # [B] positions committed before
+        start: torch.Tensor,  # [] column of the tree's first node
+    ) -> None:
+        """Move the accepted nodes next to what their rows have committed."""
+        ...
+
+
+class CacheView(NamedTuple):
+    """A cache as a pass is given it, which appends nodes and sees them by a mask."""
+
+    keys: Sequence[torch.Tensor]  # of each layer [B, H, capacity, D]
+    values: Sequence[torch.Tensor]  # as keys
+    lengths: torch.Tensor  # [B] committed positions
+    seen: torch.Tensor  # [S] the numbers of the columns in use; none where a kernel attends
+    columns: torch.Tensor  # [N] that the pass writes
+    pending: int = 0  # nodes before them in the cache, of which only kernels ask
+    kernels: TreeKernels | None = None  # that attend, where there are some for so many nodes
+
+    def mask(self, visible: torch.Tensor) -> torch.Tensor:
+        """The bool mask [B, 1, N, S], or what the kernel takes in its place.
+
+        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees.
+        """
+        first = self.columns[0] - (visible.shape[2] - visible.shape[1])
+        if self.kernels is not None:
+            return self.kernels.sight(visible, self.lengths, first)
+        return visible_columns(visible, self.lengths, self.seen, first)
+
+    def part(self, first: int, count: int) -> "CacheView":
+        """The view of a pass over `count` nodes, which follow `first` others of these."""
+        pending = self.pending if self.kernels is None else self.pending + first
+        return self._replace(columns=self.columns[first : first + count], pending=pending)
+
+    def opened(self) -> CacheColumns:
+        """The cache to append to, of a pass with such a mask."""
+        if self.kernels is not None:
+            return self.kernels.cache(self.keys, self.values, self.pending)
+        return CacheColumns(self.keys, self.values, self.columns, len(self.seen))
+
+
+def viewed(nodes: str) -> Spec:
+    """The dimensions of a `CacheView` of passes over so many nodes, a letter; see `Dims`."""
+    return "B . C .", "B . C .", "B", "S", nodes, None, None
+
+
 class ColumnCache:
     """Keys and values of all layers: what each row has committed, then what is pending.
 
-    A pass over N nodes asks for its `mask` and for its columns (`make_room`), which let the cache
-    grow where it must, and writes the nodes there. Then `commit` keeps a path of them, or
+    A pass over N nodes asks for a `view`, which lets the cache grow where it must, and writes the
+    nodes there. Then `commit` keeps a path of them, or
     `keep_pending` keeps all until a later `commit` or `discard`.
     """
 
@@ -142,13 +219,24 @@ class ColumnCache:
             return pad(visible, (self.longest, 0), value=True)[:, None]
         return visible_columns(visible, self.lengths, self._numbers()[:width], self.longest)
 
-    def make_room(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns [S] that a pass over N new nodes sees, and those [N] that it writes."""
-        start = self.longest + self.pending
+    def view(
+        self, num_nodes: int, kernels: TreeKernels | None = None, skipped: int = 0
+    ) -> CacheView:
+        """What a pass over N new nodes is given, after `skipped` columns; makes room for them.
+
+        With `kernels` these attend, where they take so many nodes.
+        """
+        assert self.lengths is not None
+        start = self.longest + self.pending + skipped
         width = self.seen(start + num_nodes)
         self._ensure(width)
         numbers = self._numbers()
-        return numbers[:width], numbers[start : start + num_nodes]
+        own = self.keys, self.values, self.lengths
+        columns = numbers[start : start + num_nodes]
+        if kernels is not None and self.pending + num_nodes <= kernels.most_nodes:
+            # They read lengths: one graph serves any number of columns.
+            return CacheView(*own, numbers[:0], columns, self.pending, kernels)
+        return CacheView(*own, numbers[:width], columns)
 
     def seen(self, end: int) -> int:
         """Columns that a pass sees whose nodes end there."""

@@ -19,10 +19,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.backend import EAGER, Backend, TreeKernels, compiled_target, packed_target
+from drafthead.core.backend import EAGER, Backend, compiled_target, packed_target
 from drafthead.core.dims import Spec
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import TreeKernels
 from drafthead.core.target.architecture import (
     LAYER_NAMES,
     NORM_NAMES,
@@ -505,10 +506,6 @@ class Target:
         ids = torch.cat([before.expand(len(answers), -1), answers], dim=1)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
-
-    def kernels_for(self, nodes: int) -> TreeKernels | None:
-        """The kernels for passes over so many nodes; None where there are none."""
-        return None if self.kernels is None or nodes > self.kernels.most_nodes else self.kernels
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
         """What `run` takes as the mask of a pass over N new nodes; makes room for them.

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache
@@ -9,6 +10,7 @@ from transformers.cache_utils import Cache
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.kv_cache.column_cache import (
     CacheColumns,
+    CacheView,
     ColumnCache,
     Mover,
     additive,
@@ -38,6 +40,13 @@ class StepCache(CacheColumns, Cache):
         CacheColumns.__init__(self, keys, values, columns, end)
         Cache.__init__(self, layers=[])
         self.places = {number: place for place, number in enumerate(numbers or range(len(keys)))}
+
+    @classmethod
+    def of(cls, view: CacheView, numbers: Sequence[int] | None = None) -> "StepCache":
+        """The cache of a view, or what a kernel takes in its place."""
+        if view.kernels is not None:
+            return cast(StepCache, view.opened())
+        return cls(view.keys, view.values, view.columns, len(view.seen), numbers)
 
     def update(
         self,

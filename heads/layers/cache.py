@@ -6,10 +6,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from drafthead.core.drafting.drafter import LateTokens
+from drafthead.core.drafting.drafter import Committed, LateTokens
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.cache_memory import CacheMemory
-from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.kv_cache.column_cache import CacheView, ColumnCache, TreeKernels
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 
@@ -60,22 +60,21 @@ class DraftCache(ColumnCache):
             path = torch.arange(self.pending, device=counts.device).expand(len(counts), -1)
         self.advance(self.lengths + counts, host_counts, path)
 
-    def room_after(
-        self, host_counts: Sequence[int], positions: int, drafted: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Columns of a pass that commits positions and drafts after them; makes room for both.
+    def views_after(
+        self, committed: Committed, drafted: int, kernels: TreeKernels | None = None
+    ) -> tuple[CacheView, CacheView]:
+        """Views of a pass that commits T positions and drafts N tokens; makes room for both.
 
-        Columns [T] for as many positions, of which each row keeps the first of its count; columns
-        [N] for as many drafted tokens, which may overwrite what no row keeps; and those [S] that
-        the drafted tokens see. With 5 committed, counts (2, 1), 4 positions and 3 drafted tokens:
-        5 to 8, then 7 to 9, and 0 to 9.
+        The first is of the positions, of which each row keeps the first of its count. The second is
+        of the drafted tokens, which may overwrite what no row keeps; its lengths are as yet those
+        before the commit. With 5 committed, bounds (2, 1), 4 positions and 3 drafted tokens,
+        columns 5 to 8 are written first, then 7 to 9, which see 0 to 9.
         """
-        start = self.longest
-        self.make_room(positions + drafted)
-        after = max(map(sum, zip(self.host_lengths, host_counts, strict=True)))
-        numbers = self._numbers()
-        seen = numbers[: self.seen(after + drafted)]
-        return numbers[start : start + positions], numbers[after : after + drafted], seen
+        count = committed.tokens.shape[1]
+        self._ensure(self.seen(self.longest + count + drafted))
+        kept = max(map(sum, zip(self.host_lengths, committed.bounds, strict=True)))
+        after = self.view(drafted, kernels, skipped=kept - self.longest)
+        return self.view(count, kernels), after
 
     def advance(
         self,

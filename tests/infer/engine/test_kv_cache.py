@@ -52,9 +52,9 @@ def test_rows_of_several_caches_are_collected_in_their_places() -> None:
 @pytest.mark.parametrize("nodes", [1, 123, 124, 125, 300])
 def test_the_columns_that_a_pass_sees_are_never_all_there_are(nodes) -> None:
     cache = filled_cache()
-    seen, written = cache.make_room(nodes)
-    assert len(seen) == 3 + nodes < cache.keys[0].shape[2]
-    assert written.tolist() == list(range(3, 3 + nodes))
+    view = cache.view(nodes)
+    assert len(view.seen) == 3 + nodes < cache.keys[0].shape[2]
+    assert view.columns.tolist() == list(range(3, 3 + nodes))
 
 
 def test_mask_hides_the_gap_between_a_rows_positions_and_its_nodes() -> None:
