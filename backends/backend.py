@@ -29,7 +29,7 @@ class CompilingBackend(Backend):
         self.device, self.dtype = device, dtype
         self.fuses = fuses and device.type == "cuda"
         self.has_kernels = kernels_serve(device, dtype)
-        self.memory = CacheMemory.where_recorded(device)
+        self.memory = CacheMemory.on(device)
         self.made: list[Compiled] = []
         self.others: WeakSet[Backend] = WeakSet()  # of drafters, which are forgotten with this one
 

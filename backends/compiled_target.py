@@ -18,7 +18,8 @@ from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
 from drafthead.core.dims import Spec
 from drafthead.core.errors import first_line
-from drafthead.core.kv_cache.column_cache import CacheView, move_columns, viewed
+from drafthead.core.kv_cache.cache_memory import FRESH
+from drafthead.core.kv_cache.column_cache import CacheView, dims_of_view, move_columns
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Taps
 from drafthead.core.target.masks import LayerMasks
@@ -40,7 +41,7 @@ PASS: dict[str, Spec] = {
     "input_ids": "B T",
     "position_ids": "B T",
     "attention_mask": "B . T S",
-    "view": viewed("T"),
+    "view": dims_of_view("T"),
 }
 STATES = "B . C ."
 MOVE = {"keys": STATES, "values": STATES, "source": "B P", "destination": "B P"}
@@ -64,7 +65,7 @@ class CompiledTarget(Target):
         self.in_bytes = in_bytes or target.in_bytes
         # Falcon makes its bias and its mask of different numbers, of which one counts no columns
         # beyond the text.
-        self.memory = None if self.has_alibi else self.backend.memory
+        self.memory = FRESH if self.has_alibi else self.backend.memory
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = self.backend.compile(move_columns, MOVE, ())
 
@@ -81,12 +82,12 @@ class CompiledTarget(Target):
         if self.kernels is None or cache.lengths is None or count > self.kernels.most_nodes:
             return super().tree_mask(cache, visible)
         view = cache.view(nodes, self.kernels)
-        return self.kernels.masks(visible, view.lengths, view.columns[0] - (count - nodes))
+        return self.kernels.masks(visible, view.lengths, view.room.columns[0] - (count - nodes))
 
     def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
         if self.kernels is None or not self.kernels.reads_later:
             return super().later_mask(cache, places)
-        cache.view(len(places))
+        cache.room(len(places))
         return self.kernels.later_mask(cache.longest + len(places), places.device)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drafthead.core.dims import Spec
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -28,7 +28,7 @@ class Backend:
     compiles = False  # whether functions are compiled, or recorded
     fuses = False  # whether parts of recorded functions are compiled
     has_kernels = False  # whether kernels of ours take the place of operations
-    memory: CacheMemory | None = None  # for caches, where calls are recorded: they want few sizes
+    memory: FreshMemory = FRESH  # for caches
 
     def forget(self) -> None:
         """Make compiled functions again, for the weights that they read have changed."""

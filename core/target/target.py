@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.core.backend import EAGER, Backend, compiled_target, packed_target
 from drafthead.core.dims import Spec
 from drafthead.core.errors import UserError, first_line
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import TreeKernels
 from drafthead.core.target.architecture import (
     LAYER_NAMES,
@@ -71,8 +71,7 @@ class Target:
 
     # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
     decoder_prompt: tuple[int, ...] = ()
-    # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
-    memory: CacheMemory | None = None
+    memory: FreshMemory = FRESH  # of its caches
     runs_at_once = False  # whether passes are no part of a graph, although drafts are compiled
     in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
     backend: Backend = EAGER

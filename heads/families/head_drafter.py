@@ -11,7 +11,7 @@ from drafthead.core.coupling import Choice
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import TreeKernels
 from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom
 from drafthead.core.target.target import Target
@@ -61,7 +61,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.head, self.target, self.fixed = head, target, shape
         self.features = head.features_needed
         self.backend: Backend = EAGER
-        self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
+        self.memory: FreshMemory = FRESH  # of its caches
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
         usual = tuple(path for path in head.usual_paths if max(path) < self.num_guesses)
         self.trees = StaticTrees(head.path_counts, head.depth, shape, usual)
@@ -81,7 +81,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """Whether so many positions are read as prompts are: the first ones, and where calls are
         recorded any that are many.
         """
-        return cache.is_empty or (self.memory is not None and positions > LONG)
+        return cache.is_empty or (self.memory.is_recorded and positions > LONG)
 
     def prepare(self, target: Target | None) -> None:
         """Draft compiled from now on, for this compiled target where there is one."""

@@ -8,15 +8,15 @@ from torch import nn
 
 from drafthead.core.drafting.drafter import Committed, LateTokens
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import CacheMemory
-from drafthead.core.kv_cache.column_cache import CacheView, ColumnCache, TreeKernels
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
+from drafthead.core.kv_cache.column_cache import CacheView, ColumnCache, Room, TreeKernels
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 
 class DraftCache(ColumnCache):
     """A cache whose rows keep the first of their pending nodes."""
 
-    def __init__(self, layers: Iterable[nn.Module], rows: int, memory: CacheMemory | None = None):
+    def __init__(self, layers: Iterable[nn.Module], rows: int, memory: FreshMemory = FRESH):
         """An empty cache for layers that know their `cache_sizes`, or whose `self_attn` does.
 
         `memory` as for `ColumnCache`.
@@ -60,21 +60,20 @@ class DraftCache(ColumnCache):
             path = torch.arange(self.pending, device=counts.device).expand(len(counts), -1)
         self.advance(self.lengths + counts, host_counts, path)
 
-    def views_after(
+    def view_and_room(
         self, committed: Committed, drafted: int, kernels: TreeKernels | None = None
-    ) -> tuple[CacheView, CacheView]:
-        """Views of a pass that commits T positions and drafts N tokens; makes room for both.
+    ) -> tuple[CacheView, Room]:
+        """The view of a pass that commits T positions, and room for N tokens that it drafts after.
 
-        The first is of the positions, of which each row keeps the first of its count. The second is
-        of the drafted tokens, which may overwrite what no row keeps; its lengths are as yet those
-        before the commit. With 5 committed, bounds (2, 1), 4 positions and 3 drafted tokens,
-        columns 5 to 8 are written first, then 7 to 9, which see 0 to 9.
+        Each row keeps the first of the positions, and the tokens may overwrite what no row keeps.
+        With 5 committed, bounds (2, 1), 4 positions and 3 drafted tokens, columns 5 to 8 are
+        written first, then 7 to 9, which see 0 to 9.
         """
         count = committed.tokens.shape[1]
-        self._ensure(self.seen(self.longest + count + drafted))
+        self._ensure(self.memory.seen(self.longest + count + drafted))
         kept = max(map(sum, zip(self.host_lengths, committed.bounds, strict=True)))
-        after = self.view(drafted, kernels, skipped=kept - self.longest)
-        return self.view(count, kernels), after
+        room = self.room(drafted, kernels, skipped=kept - self.longest)
+        return self.view(count, kernels), room
 
     def advance(
         self,

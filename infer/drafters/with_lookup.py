@@ -52,7 +52,7 @@ class WithLookup(Drafter):
 
     def compile(self, target: Target | None = None) -> None:
         self.drafter.compile(target)
-        if target is None or target.memory is None or isinstance(self.lookup, StoreLookup):
+        if target is None or not target.memory.is_recorded or isinstance(self.lookup, StoreLookup):
             return  # a table of n-grams is on the host
         self.on_device = isinstance(self.drafter, HeadDrafter) and self.drafter.on_device
         if self.on_device:

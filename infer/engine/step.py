@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, Ends, LateTokens
 from drafthead.core.host import Arriving
-from drafthead.core.kv_cache.cache_memory import power_of_two
-from drafthead.core.kv_cache.column_cache import CacheView, additive, move_columns, viewed
+from drafthead.core.kv_cache.column_cache import CacheView, additive, dims_of_view, move_columns
 from drafthead.core.sampling import NO_TOKEN, draw, most_probable
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.hooks import Taps
@@ -182,7 +181,7 @@ STEP: dict[str, Spec] = {
     "parents": "B N",
     "depths": "B N",
     "ancestors": "B N N",
-    "view": viewed("N"),
+    "view": dims_of_view("N"),
     "draws": ("B .", "B N"),
 }
 
@@ -199,7 +198,6 @@ class StepFunction:
 
     def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
         self.target, self.filler = target, filler
-        self.few_sizes = target.memory is not None  # trees are filled up to a power of two
         self.taps = Taps(target, features)
         dims = STEP | {"arguments": filler.dims}
         reads = features, filler.tokens, filler.dims, filler.reads
@@ -218,8 +216,7 @@ class StepFunction:
         how long the path is.
         """
         proposed = recipe.num_nodes
-        if self.few_sizes:
-            recipe = recipe.padded(power_of_two(recipe.num_nodes))
+        recipe = recipe.padded(self.target.memory.size(proposed))
         if draws is not None:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
             unused = recipe.num_nodes - draws.keys.shape[1]
@@ -250,10 +247,10 @@ class StepFunction:
         """The traced function; its results have one place for each node, whatever the depth."""
         # Within the graph, so that a small draft costs no call of its own.
         tokens = self.filler.tokens(*arguments)  # [B, N]
-        if self.few_sizes:
+        if self.target.memory.is_recorded:
             # Filled up with zeros until here, and 0 is a token that could be right.
             tokens = tokens.masked_fill(parents == NO_NODE, NO_NODE)
-        lengths, columns, kernels = view.lengths, view.columns, view.kernels
+        lengths, columns, kernels = view.lengths, view.room.columns, view.room.kernels
         positions = self.target.legal_positions(lengths[:, None] + depths)
         mask: LayerMasks
         if kernels is None:
@@ -303,5 +300,5 @@ class StepFunction:
     ) -> tuple[bool, ...]:
         """Whether rows share their tables, and which layers look at a part of the columns only."""
         shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
-        cut = (len(view.seen) > kind.reach for kind in self.target.layer_kinds)
+        cut = (len(view.room.seen) > kind.reach for kind in self.target.layer_kinds)
         return *shared, *cut

@@ -9,7 +9,14 @@ import torch
 from drafthead.core.coupling import DRAWS, Choice, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
-from drafthead.core.kv_cache.column_cache import CacheView, move_columns, viewed
+from drafthead.core.kv_cache.column_cache import (
+    CacheColumns,
+    CacheView,
+    Room,
+    dims_of_room,
+    dims_of_view,
+    move_columns,
+)
 from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
@@ -35,21 +42,21 @@ from drafthead.heads.layers.decoder_layer import Store
 FRONTIERS = (14, 62)
 
 # Dimensions of the arguments of compiled passes. A block has as many slots at every call.
-READING: dict[str, Spec] = {"taps": "B T .", "positions": "B T", "view": viewed("T")}
+READING: dict[str, Spec] = {"taps": "B T .", "positions": "B T", "view": dims_of_view("T")}
 PASSING: dict[str, Spec] = {
     "roots": "B",
     "before": "B .",
     "positions": "B .",
     "mask": "B . . S",
-    "view": viewed("."),
+    "view": dims_of_view("."),
 }
 DRAFTING: dict[str, Spec] = {
     "taps": "B T .",
     "counts": "B",
-    "view": viewed("T"),
+    "view": dims_of_view("T", "R"),
     "roots": "B",
     "inside": ". . .",
-    "after": viewed("."),
+    "room": dims_of_room("."),
     "slots": "N",
     "draws": DRAWS,
 }
@@ -114,7 +121,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """Fused features [B, T, D] of committed positions, whose keys and values are written."""
         transformer = self.head.transformer
         fused = transformer.fused(taps)
-        cached = view.opened()
+        cached = CacheColumns(view.keys, view.values, view.room.columns, end=0)  # only written
         for layer, states in enumerate(transformer.context(fused, positions)):
             cached.append(layer, *states)
         return fused
@@ -144,7 +151,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         view: CacheView,  # T columns after what was read before
         roots: torch.Tensor,  # [B]
         inside: torch.Tensor,  # [1, block_size, block_size], see `inside`
-        after: CacheView,  # block_size columns
+        room: Room,  # block_size columns after them
         slots: torch.Tensor,  # [N], the numbers of the tree's nodes
         draws: NextDraws | None,
         growing: Growing,
@@ -154,13 +161,13 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         One call, as the pass of the target has just flushed the CPU caches, which each call pays
         for.
         """
-        steps = torch.arange(view.columns.shape[0], device=roots.device)
+        steps = torch.arange(view.room.columns.shape[0], device=roots.device)
         positions = view.lengths[:, None] + steps
         fused = self.reading(taps, positions, view)
         if roots.shape[0] > 1:  # the columns of a single row are the right ones
-            self.move(view.keys, view.values, view.columns.expand_as(positions), positions)
+            self.move(view.keys, view.values, view.room.columns.expand_as(positions), positions)
         before, lengths = at_last(fused, counts), view.lengths + counts
-        after = after._replace(lengths=lengths)
+        after = view._replace(lengths=lengths, room=room)
         mask = self.head.transformer.in_window(after.mask(inside)[:, 0], lengths[:, None])
         hidden, logits = self.passing(roots, before, lengths[:, None], mask[:, None], after)
         tree = self.grown(roots, hidden, logits, slots, draws, growing)
@@ -294,8 +301,8 @@ class ParallelSession(LateReader, OnDevice):
         drafter, cache = self.drafter, self.cache
         if drafter.is_compiled:
             unread = unread.padded(2)  # one position would be a graph of its own
-        view, after = cache.views_after(unread, drafter.head.config.block_size)
-        given = unread.features.taps, unread.lengths, view, self.roots, drafter.inside, after
+        view, room = cache.view_and_room(unread, drafter.head.config.block_size)
+        given = unread.features.taps, unread.lengths, view, self.roots, drafter.inside, room
         drafted = drafter.draft(*given, slots, draws, growing)
         cache.advance(drafted.lengths, unread.bounds, late=unread.late)
         self.before = drafted.before

@@ -34,8 +34,9 @@ class DraftReader(RowState):
         given = committed.features.last, committed.features.taps, tokens, committed.lengths
         if is_prompt and cache.no_gaps and drafter.kernels is not None:
             # Kernels that skip what is hidden take no mask; layers that need one have no kernels.
-            view = cache.view(tokens.shape[1])
-            guess = drafter.read_prompt(*given, view._replace(seen=view.seen[:end]), True)
+            view, room = cache.view(tokens.shape[1]), cache.room(tokens.shape[1])
+            view = view._replace(room=room._replace(seen=room.seen[:end]))
+            guess = drafter.read_prompt(*given, view, True)
         else:
             read = drafter.read_prompt if is_prompt else drafter.read
             guess = read(*given, cache.view(tokens.shape[1], drafter.kernels))
@@ -123,7 +124,7 @@ class RecurrentSession(LateReader, OnDevice):
         Where calls are recorded, what is new is read within the same one.
         """
         drafter, cache, last = self.drafter, self.reader.cache, None
-        if drafter.memory is None:
+        if not drafter.memory.is_recorded:
             self.catch_up()
         else:
             last = self.read_to_last_part()
@@ -134,8 +135,8 @@ class RecurrentSession(LateReader, OnDevice):
             tables = drafter.grow_all(self.root_guess, self.roots, view, draws, budget)
         else:
             given = last.features.last, last.features.taps, last.tokens, last.lengths
-            views = cache.views_after(last, count, drafter.kernels)
-            self.root_guess, tables = drafter.read_and_grow_all(*given, *views, draws, budget)
+            room = cache.view_and_room(last, count, drafter.kernels)
+            self.root_guess, tables = drafter.read_and_grow_all(*given, *room, draws, budget)
             assert cache.lengths is not None
             cache.advance(cache.lengths + last.lengths, last.bounds, late=last.late)
         return tables.tree(budget.depth, drafter.width)

@@ -12,7 +12,14 @@ from torch.nn.attention.bias import causal_lower_right
 from drafthead.core.coupling import DRAWS, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import at_last
-from drafthead.core.kv_cache.column_cache import CacheColumns, CacheView, move_columns, viewed
+from drafthead.core.kv_cache.column_cache import (
+    CacheColumns,
+    CacheView,
+    Room,
+    dims_of_room,
+    dims_of_view,
+    move_columns,
+)
 from drafthead.core.sampling import DRAFT_SUPPORT
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
@@ -44,14 +51,14 @@ READING: dict[str, Spec] = {
     "taps": "B T .",
     "tokens": "B T",
     "counts": "B",
-    "view": viewed("T"),
+    "view": dims_of_view("T"),
 }
 DRAFTING: dict[str, Spec] = {
     "above": "B T .",
     "tokens": "B T",
     "positions": "B T",
     "mask": "B . T S",
-    "view": viewed("T"),
+    "view": dims_of_view("T"),
 }
 GUESS = ("B . .", "B . .", "B . .", "B . .")
 CANDIDATES = ("B E", "B E", "B E", "B F")
@@ -62,19 +69,19 @@ GROWING: dict[str, Spec] = {
     "visible": "B F P",
     "places": "B",
     "slots": "T",
-    "view": viewed("T"),
+    "view": dims_of_view("T"),
     "draws": DRAWS,
 }
 FINISHING: dict[str, Spec] = {"candidates": CANDIDATES, "slots": "N"}
 ALL_LEVELS: dict[str, Spec] = {
     "guess": GUESS,
     "roots": "B",
-    "view": viewed("T"),
+    "view": dims_of_view("T"),
     "draws": DRAWS,
 }
 READ_AND_ALL_LEVELS: dict[str, Spec] = {
     **READING,
-    "after": viewed("P"),
+    "room": dims_of_room("P", "Q"),
     "draws": DRAWS,
 }
 
@@ -157,7 +164,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         mask: torch.Tensor
         if are_last:
-            mask = causal_lower_right(len(steps), len(view.seen))
+            mask = causal_lower_right(len(steps), len(view.room.seen))
         else:
             mask = view.mask((steps[:, None] >= steps)[None])
         states = self.head.encode(Features(last, taps))
@@ -266,11 +273,11 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         first = self.start_growth(guess, roots, at(0))
         grown = Grown(*first, guess.outputs, None, view.lengths)
         # Made here: what a recording makes belongs to it.
-        slots = torch.arange(max(budget.nodes, len(view.columns)), device=roots.device)
+        slots = torch.arange(max(budget.nodes, len(view.room.columns)), device=roots.device)
         written = 0
         for depth, count in enumerate(self.opened(budget), start=1):
             above = grown.candidates, grown.outputs, grown.visible, grown.places
-            own = view.part(written, count)
+            own = view._replace(room=view.room.part(written, count))
             grown = self.grow(*above, slots[:count], own, at(depth))
             written += count
         return self.finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
@@ -282,7 +289,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         tokens: torch.Tensor,  # [B, T]
         counts: torch.Tensor,  # [B]
         view: CacheView,  # T columns after what was read before
-        after: CacheView,  # P columns for all opened nodes
+        room: Room,  # P columns for all opened nodes
         draws: NextDraws | None,
         budget: Budget,
     ) -> tuple[Guess, TreeTables]:
@@ -293,8 +300,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         guess = self.reading(last, taps, tokens, counts, view)
         if len(tokens) > 1:
             places = view.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-            move_columns(view.keys, view.values, view.columns.expand_as(tokens), places)
-        after = after._replace(lengths=view.lengths + counts)
+            move_columns(view.keys, view.values, view.room.columns.expand_as(tokens), places)
+        after = view._replace(lengths=view.lengths + counts, room=room)
         return guess, self._grow_all(guess, at_last(tokens, counts), after, draws, budget)
 
     def prepare(self, target: Target | None) -> None:
@@ -307,7 +314,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.prepare(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
-        if self.memory is None:
+        if not self.memory.is_recorded:
             self.start_growth = self.compiled(self._start_growth, STARTING)
             self.grow = self.compiled(self._grow, GROWING)
             self.finish = self.compiled(self._finish, FINISHING)

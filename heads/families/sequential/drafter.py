@@ -8,7 +8,7 @@ import torch
 from drafthead.core.coupling import Choice
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
-from drafthead.core.kv_cache.column_cache import CacheView, viewed
+from drafthead.core.kv_cache.column_cache import CacheView, dims_of_view
 from drafthead.core.sampling import Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
@@ -22,7 +22,7 @@ READING: dict[str, Spec] = {
     "hidden": "B T .",
     "positions": "B T",
     "mask": "B . T S",
-    "view": viewed("T"),
+    "view": dims_of_view("T"),
 }
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
 
