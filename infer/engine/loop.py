@@ -8,9 +8,9 @@ import torch
 from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import Emitted
-from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import prefill_drafter
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.planning.planner import Planner
 
 
 @dataclass(frozen=True)

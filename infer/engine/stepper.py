@@ -22,9 +22,9 @@ from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
-from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.engine.step import Draws, Launched, Outcome, StepFunction, settled
+from drafthead.infer.planning.planner import Planner
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier, rule_of_rows
 
