@@ -326,7 +326,7 @@ class ColumnCache:
         assert self.lengths is not None
         stores, count = self._new_stores(len(rows), self.keys[0].shape[2]), len(self.keys)
         self.keys, self.values = (
-            [torch.index_select(states, 0, rows, out=stores[n]) for n, states in part]
+            [torch.index_select(states.detach(), 0, rows, out=stores[n]) for n, states in part]
             for part in (enumerate(self.keys), enumerate(self.values, count))
         )
         self.stores, self.lengths = stores, self.lengths[rows]
