@@ -38,7 +38,6 @@ from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import DEPTH, LEAST_NGRAM, StoreLookup, add_expected
 
-
 FIRST_SHARE, FIRST_EXPECTED = 0.05, 4.0  # what is believed at first, and as how many tokens
 KEPT = 1 - 1 / 64  # of what was learnt, at each step with a table
 LEAST_SHARE = 0.25  # with less a table takes no node of a draft, and asking it takes time
@@ -151,7 +150,8 @@ class WithLookupSession(DraftSession):
         if table is not None and not self.drafter.table_use.is_due(self.is_free):
             table = None
         if self.is_free:
-            self.lookup.ask(self.drafter.lookup if table is None else self.drafter.stored)
+            with_table = self.drafter.stored if table is not None else None
+            self.lookup.ask(with_table or self.drafter.lookup)
             return self.lookup.propose(budget, sampling, random)
         self.lookup.ask(self.drafter.lookup)
         found = self.lookup.guesses(free_budget(budget.nodes), follows) if follows else None
