@@ -32,6 +32,7 @@ Value = TypeVar("Value")
 class HeadDrafter(Drafter, Generic[Head]):
     """A head with the target that it drafts for, and the static trees that it may fill."""
 
+    names = ("head",)
     on_device = False  # whether its sessions are `OnDevice`
 
     def __init__(
