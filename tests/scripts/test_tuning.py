@@ -85,7 +85,7 @@ def test_what_cannot_be_tuned_is_refused(place, tmp_path) -> None:
         ({"before": tmp_path}, "holds no head to go on with"),
         ({"before": other}, "is for --target other, not"),
         ({"data": None}, "go together"),
-        ({"minutes": None}, "a build needs time"),
+        ({"minutes": None}, "a build needs a time budget"),
     ):
         with pytest.raises(UserError, match=sentence):
             tune(place, **{"output": tmp_path / "new", **changes})
