@@ -44,15 +44,16 @@ def main(
     Without --draft, decoding is plain. On Ctrl-C or SIGTERM the server refuses new requests and
     finishes running answers (see --grace).
     """
-    from drafthead.serve.app import listen, make_app
-
     # An empty variable of the environment counts as none for typer.
     if (os.environ.get(KEY) if api_key is None else api_key.strip()) == "":
         raise UserError(f"the API key is empty: give --api-key or {KEY} a value, or unset it")
     refuse_taken(host, port)  # before anything is loaded
     if api_key is None and not is_loopback(host):
         logger.warning("anyone who can reach %s can use this server: set --api-key", host)
-    decoder = drafting.decoder(model, compile)
+    with options.starting():
+        from drafthead.serve.app import listen, make_app
+
+        decoder = drafting.decoder(model, compile)
     name = served_model_name or Path(model.target).name
     other = None if served_model_name else model.target
     served = ServerOptions(name, other, api_key, **vars(serving))
