@@ -47,16 +47,17 @@ def main(
     Without --draft, decoding is plain. On Ctrl-C or SIGTERM the server refuses new requests and
     finishes running answers (see --grace).
     """
-    from drafthead.serve.app import listen, make_app
-
     # An empty variable of the environment counts as none for typer.
     keys = [os.environ[KEY]] if not api_key and KEY in os.environ else api_key or []
     if not all(key.strip() for key in keys):
         raise UserError(f"the API key is empty: give --api-key or {KEY} a value, or unset it")
     refuse_taken(host, port)  # before anything is loaded
     if not keys and not is_loopback(host):
-        logger.warning("everybody who reaches %s may ask this server: set --api-key", host)
-    decoder = drafting.decoder(model, compile)
+        logger.warning("anyone who can reach %s can use this server: set --api-key", host)
+    with options.starting():
+        from drafthead.serve.app import listen, make_app
+
+        decoder = drafting.decoder(model, compile)
     name, *others = served_model_name or (Path(model.target).name, model.target)
     served = ServerOptions(name, model.target, tuple(others), tuple(keys), **vars(serving))
     app = make_app(decoder, served)

@@ -37,6 +37,7 @@ from drafthead.core.kv_cache.column_cache import move_columns
 from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, find_module
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import in_this_thread
+from drafthead.core.target.logit_finish import Finish
 from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.one_width import is_alike
 from drafthead.core.target.target import Target, TargetOutput
@@ -78,6 +79,10 @@ class PackedTarget(Target):
         self.numbers = target.numbers
         self.in_bytes = in_bytes or target.in_bytes
         self.pack()
+
+    def find_finish(self) -> Finish:
+        """As `Target.find_finish`: the target has found it, for the same model."""
+        return self.plain.finish
 
     @torch.no_grad()
     def pack(self) -> None:
