@@ -101,6 +101,12 @@ def names_in(function: Any) -> set[str]:
     return set() if code is None else {*code.co_names}
 
 
+def is_derived(config: PretrainedConfig, name: str) -> bool:
+    """Whether a setting follows from others and cannot be set."""
+    known = getattr(type(config), config.attribute_map.get(name, name), None)
+    return isinstance(known, property) and known.fset is None
+
+
 def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Make a model's configuration that of some of its layers.
 
@@ -112,8 +118,7 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
         own = {int(layer): settings for layer, settings in own.items()}
         config.per_layer_config = {n: own[old] for n, old in enumerate(layers) if old in own}
     for name, value in given.items():
-        known = getattr(type(config), config.attribute_map.get(name, name), None)
-        if isinstance(known, property) and known.fset is None:  # it follows from others
+        if is_derived(config, name):
             continue
         if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
             setattr(config, name, [value[layer] for layer in layers])
