@@ -113,8 +113,12 @@ class Backend:
         return call
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        """What compiled functions call instead of `sampling.draw` or `move_columns`."""
+        """What functions call instead of `sampling.draw`, `largest` or `move_columns`."""
         return operation
+
+    def packed(self, head: Any) -> Any:
+        """A `DraftHead` as it is to be run: itself, or a twin of it that runs our kernels."""
+        return head
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A part of a recorded function, compiled where that gains anything."""

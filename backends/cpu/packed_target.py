@@ -21,6 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
 from drafthead.backends.cpu.kernels.packing import packed_weights
+from drafthead.backends.cpu.packed_heads import packed_head
 from drafthead.backends.cpu.packed_modules import (
     PackedLayer,
     PackedLinear,
@@ -57,8 +58,11 @@ class PackedBackend(Backend):
 
     @contextmanager
     def within(self, in_bytes: bool) -> Iterator[None]:
-        with threads.for_a_call(), CpuKernels(True, in_bytes):
+        with threads.for_a_call():
             yield
+
+    def packed(self, head: Any) -> Any:
+        return packed_head(head)
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """Our kernel."""

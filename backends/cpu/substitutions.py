@@ -187,5 +187,6 @@ SUBSTITUTIONS = (
     Substitution(functional.scaled_dot_product_attention, attend, has_mask),
     Substitution(functional.scaled_dot_product_attention, attention, always, is_kernel=False),
     Substitution(sampling.draw, kernel("draw"), always),
+    Substitution(sampling.largest, kernel("largest"), always),
     Substitution(move_columns, kernel("move_columns"), always),
 )

@@ -81,6 +81,10 @@ class CacheColumns:
     ):
         self.keys, self.values, self.columns, self.end = keys, values, columns, end
 
+    def of_layer(self, layer: int) -> "LayerColumns":
+        """What a layer's attention writes its keys and values by."""
+        return LayerColumns(self, layer)
+
     def append(
         self,
         layer: int,
@@ -94,6 +98,19 @@ class CacheColumns:
             store.index_copy_(2, self.columns, states)
         # Views: attention reads the columns where they lie.
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
+
+
+class LayerColumns:
+    """The columns of one layer, called with its new keys and values: see `CacheColumns.append`."""
+
+    def __init__(self, cached: CacheColumns, layer: int):
+        self.cached, self.layer = cached, layer
+
+    def __call__(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [B, H, N, D]; returns all S columns of both."""
+        return self.cached.append(self.layer, keys, values)
 
 
 class ColumnCache:

@@ -14,11 +14,11 @@ from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.kv_cache.column_cache import CacheColumns, visible_columns
-from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom
+from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, largest
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TreeShape
 from drafthead.heads.base import DraftHead, drafting_fields
-from drafthead.heads.growing.levels import Level, levels_of
+from drafthead.heads.growing.levels import Guesses, Level, best_guesses, levels_of
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import frequencies_in
@@ -60,6 +60,7 @@ class HeadDrafter(Drafter, Generic[Head]):
                 f"drafts {head.depth} tokens"
             )
         self.head, self.target, self.fixed = head, target, shape
+        self.largest = largest
         self.features = head.features_needed
         self.backend: Backend = EAGER
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
@@ -124,7 +125,8 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.target = target or self.target
         its = self.target.backend
         if its.has_kernels and not its.compiles:
-            self.backend = its  # runs functions at once
+            self.backend, self.head = its, its.packed(self.head)
+            self.largest = its.replacement_of(largest)
         else:
             self.backend = backend_for(self.target.device, self.target.dtype, its.fuses)
             its.forget_also(self.backend)
@@ -150,6 +152,12 @@ class HeadDrafter(Drafter, Generic[Head]):
         """
         compiled = self.compiled(function, dims)
         return compiled, compiled if self.backend.has_kernels else function
+
+    def best_guesses(self, logits: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guesses:
+        """`growing.levels.best_guesses` of logits [B, n, Vd]."""
+        # A head without a draft vocabulary need not have `tokens_of`.
+        tokens_of = getattr(self.head, "tokens_of", torch.Tensor.long)
+        return best_guesses(logits, tokens_of, count, self.largest)
 
     def slots(self, count: int) -> torch.Tensor:
         """The numbers [count] from 0 on, made once."""

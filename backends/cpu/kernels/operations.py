@@ -102,7 +102,7 @@ def attend(
     query: torch.Tensor,  # [B, H, T, D]
     key: torch.Tensor,  # [B, G, S, D], H a multiple of G
     value: torch.Tensor,  # [B, G, S, D]
-    mask: torch.Tensor,  # [B or 1, H or 1, T, S] added to the scores
+    mask: torch.Tensor,  # [B or 1, H or 1, T, S] bool, or added to the scores
     scale: float,
 ) -> torch.Tensor:
     """softmax(scale query key^T + mask) value [B, H, T, D], laid out as [B, T, H, D]."""
@@ -156,27 +156,30 @@ def rotations(
 
 @operation(
     "decoder_layers(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor[] keys, "
-    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale) -> Tensor",
+    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale, "
+    "Tensor? given=None) -> Tensor",
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
 )
 def decoder_layers(
     hidden: torch.Tensor,  # [B, T, D]
     cos: torch.Tensor,  # [B or 1, T, head]
     sin: torch.Tensor,  # as cos
-    mask: torch.Tensor,  # [B or 1, 1, T, S] added to the scores
+    mask: torch.Tensor,  # [B or 1, 1, T, S] bool, or added to the scores
     keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, head]
     values: Sequence[torch.Tensor],  # as keys
     columns: torch.Tensor,  # [T] that the tokens' keys and values are written to
     weights: Sequence[torch.Tensor],  # `LAYER_WEIGHTS` of each layer
     eps: float,
     scale: float,
+    given: torch.Tensor | None = None,  # [B, T, K]
 ) -> torch.Tensor:
     """The output [B, T, D] of layers as Llama's that follow each other, with keys and values
-    written.
+    written. The attention of the first reads what is `given`, by default the norm of its input.
     """
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         own = weights[number * LAYER_WEIGHTS : (number + 1) * LAYER_WEIGHTS]
-        hidden = decoder_layer(hidden, cos, sin, mask, key, value, columns, own, eps, scale)
+        turned, seen = (cos, sin, mask), (key, value, columns, own, eps, scale)
+        hidden = decoder_layer(hidden, *turned, *seen, None if number else given)
     return hidden
 
 
@@ -184,13 +187,14 @@ def decoder_layer(
     hidden: torch.Tensor,  # [B, T, D]
     cos: torch.Tensor,  # [B or 1, T, head]
     sin: torch.Tensor,  # as cos
-    mask: torch.Tensor,  # [B or 1, 1, T, S] added to the scores
+    mask: torch.Tensor,  # [B or 1, 1, T, S] bool, or added to the scores
     keys: torch.Tensor,  # [B, G, capacity, head]
     values: torch.Tensor,  # as keys
     columns: torch.Tensor,  # [T] that the tokens' keys and values are written to
     weights: Sequence[torch.Tensor],
     eps: float,
     scale: float,
+    given: torch.Tensor | None,  # [B, T, K]
 ) -> torch.Tensor:
     """The output [B, T, D] of one of `decoder_layers`.
 
@@ -202,7 +206,8 @@ def decoder_layer(
     batch, tokens, width = hidden.shape
     groups, size = keys.shape[1], keys.shape[3]
     across = qkv.shape[0] * packing.COLUMNS
-    states = linear(rms_norm(hidden, norm, eps, False), qkv, across, or_none(qkv_bias))
+    attended = rms_norm(hidden, norm, eps, False) if given is None else given
+    states = linear(attended, qkv, across, or_none(qkv_bias))
     heads = states.view(batch, tokens, -1, size).transpose(1, 2)
     query, key, value = heads.split([heads.shape[1] - 2 * groups, groups, groups], dim=1)
     if q_norm.numel():
@@ -244,6 +249,15 @@ def top(x: torch.Tensor, count: int) -> torch.Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].clone()
 
 
+def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """An empty result of `largest`."""
+    values, total = (x.new_empty(*x.shape[:-1], n, dtype=torch.float32) for n in (count, 1))
+    return values, values.long(), total
+
+
+operation("largest(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
+    sampling.largest
+)
 operation(
     "draw(Tensor logits, Tensor tokens, Tensor parents, Tensor keys, Tensor settings, "
     "bool filtered) -> Tensor",

@@ -25,7 +25,7 @@ from drafthead.heads.families.parallel.candidates import (
 )
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.growing import dynamic
-from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
@@ -139,9 +139,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """Hidden states [B, K, D] of the block after the roots, and its logits [B, K, Vd]."""
         transformer = self.head.transformer
         cached = CacheColumns(keys, values, columns, mask.shape[-1])
-        stores: list[Store] = [
-            partial(cached.append, layer) for layer in range(len(transformer.layers))
-        ]
+        stores: list[Store] = [cached.of_layer(n) for n in range(len(transformer.layers))]
         block = roots[:, None], before[:, None]  # one block a row
         hidden = transformer(self.target, *block, positions, mask, stores)[:, 0]
         return hidden, self.head.base_logits(hidden, self.target).float()
@@ -220,7 +218,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """States [B, n, R] of inner nodes of a level, and the guesses of their children."""
         block = Block(self.head, hidden[:, None], logits[:, None])
         codes, states = block.codes(0, tokens, states[:, level.above])
-        return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
+        return states, self.best_guesses(block.logits_after(0, codes))
 
     def growing(self, budget: Budget) -> Growing:
         """Return how far trees of a budget grow; compiled, few answers serve all budgets."""

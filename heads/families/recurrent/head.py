@@ -19,7 +19,7 @@ from drafthead.core.target.masks import LayerKind
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining
 from drafthead.heads.families.by_depth import HeadByDepth
-from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
+from drafthead.heads.layers.decoder_layer import LayerConfig, Rotary, Rotation, Store, StoreOf
 from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.anchors import is_anchor
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
@@ -100,14 +100,14 @@ class RecurrentHead(HeadByDepth):
         states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store: LayerStore,
+        store_of: StoreOf,
     ) -> torch.Tensor:
-        """The outputs [B, T, D]; `store` takes the keys and values of each layer."""
+        """The outputs [B, T, D]; `store_of(index)` takes the keys and values of a layer."""
         if self.config.window:
             mask = LayerKind("sliding_attention", self.config.window).within_reach(mask)
         hidden = self.layer_inputs(embeds, states)
         for index, layer in enumerate(self.layers):
-            hidden = (layer(*hidden, rotation, mask, partial(store, index)),)
+            hidden = (layer(*hidden, rotation, mask, store_of(index)),)
         return hidden[0]
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ class Unrolled:
             states,
             self.head.rotary(positions),
             self.seen[:, None],
-            self._keep,
+            self._keeping,
         )
 
     def _next(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -226,8 +226,12 @@ class Unrolled:
             states,
             self.head.rotary(positions),
             mask[:, None],
-            self._keep,
+            self._keeping,
         )
+
+    def _keeping(self, layer: int) -> Store:
+        """`_keep` of a layer."""
+        return partial(self._keep, layer)
 
     def _keep(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor

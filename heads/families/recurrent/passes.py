@@ -25,7 +25,7 @@ from drafthead.heads.growing.dynamic import (
     num_opened,
     seen_after_opening,
 )
-from drafthead.heads.growing.levels import Level, best_guesses
+from drafthead.heads.growing.levels import Level
 
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
@@ -199,13 +199,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
     ) -> torch.Tensor:
         """Outputs [B, T, D]."""
         rotation = self.head.rotary(positions)
-        return self.head.run_layers(embeds, states, rotation, mask, cached.append)
+        return self.head.run_layers(embeds, states, rotation, mask, cached.of_layer)
 
     def _guess(self, outputs: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guess:
         """The `count` best guesses from outputs [B, n, D]."""
-        logits = self.head.logits(outputs, self.target).float()
-        total = logits.logsumexp(-1, keepdim=True)
-        return Guess(outputs, *best_guesses(logits, self.head.draft_ids, count), total)
+        best, places, total = self.largest(self.head.logits(outputs, self.target), count)
+        return Guess(outputs, best, self.head.tokens_of(places), total)
 
     def _start_growth(
         self,

@@ -44,7 +44,7 @@ def outputs_at_all(head: Eagle3Head, target: Target, taps: Features, ids: torch.
     _, columns = cache.make_room(count)
     cached = CacheColumns(cache.keys, cache.values, columns, count)
     embeds = head.embed(ids, target)
-    return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.append)
+    return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.of_layer)
 
 
 def all_positions(ids: torch.Tensor, taps: Features) -> Committed:

@@ -124,7 +124,7 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     _, columns = cache.make_room(count)
     cached = CacheColumns(cache.keys, cache.values, columns, count)
     embeds = head.embed(ids, target)
-    everywhere = head.run_layers(embeds, features, rotation, causal, cached.append)
+    everywhere = head.run_layers(embeds, features, rotation, causal, cached.of_layer)
     found = {
         "expected_out_full": everywhere,
         "expected_logits_full": head.logits(everywhere, target),

@@ -54,6 +54,17 @@ void with_head_size(int64_t size, const F& f) {
     }
 }
 
+// What is added to scores for a mask [...] that is bool, true where keys are visible; or the mask.
+Tensor added(const Tensor& mask) {
+    if (mask.scalar_type() != at::kBool) return mask;
+    const Tensor seen = mask.contiguous();
+    Tensor out = at::empty(seen.sizes(), seen.options().dtype(at::kBFloat16));
+    const bool* from = seen.const_data_ptr<bool>();
+    const BFloat16 shown(0.0f), hidden = std::numeric_limits<BFloat16>::lowest();
+    for (int64_t i = 0; i < seen.numel(); ++i) written(out)[i] = from[i] ? shown : hidden;
+    return out;
+}
+
 // Mask [B or 1, H or 1, T, S]
 Steps steps_of_mask(const Tensor& mask) {
     return {mask.size(0) == 1 ? 0 : mask.stride(0), mask.size(1) == 1 ? 0 : mask.stride(1),
@@ -101,7 +112,7 @@ Tensor attend_op(const Tensor& query, const Tensor& key, const Tensor& value, co
     const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), size = q.size(3);
     Tensor out = at::empty({batch, tokens, heads, size}, q.options());
     attend_all(read(q), {q.stride(0), q.stride(1), q.stride(2)}, close(key), close(value),
-               close(mask), written(out), batch, heads, tokens, key.size(2), scale);
+               close(added(mask)), written(out), batch, heads, tokens, key.size(2), scale);
     return out.transpose(1, 2);
 }
 
@@ -149,9 +160,10 @@ struct Pass {
     double eps, scale;
 };
 
-// Of a decoder layer: x [B, T, D] to out, which may be x, by way of `memory`.
-void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const Tensor& keys,
-               const Tensor& values, BFloat16* out, Tensor& memory) {
+// Of a decoder layer: x [B, T, D] to out, which may be x, by way of `memory`. Its attention reads
+// `given` [B, T, K], or the norm of x.
+void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const Tensor* given,
+               const Tensor& keys, const Tensor& values, BFloat16* out, Tensor& memory) {
     const int64_t tokens = pass.tokens, width = pass.width, rows = pass.batch * tokens;
     const int64_t size = keys.size(3), groups = keys.size(1), across = w.qkv.size(0) * 32;
     const int64_t heads = across / size - 2 * groups, mixed = heads * size;
@@ -162,10 +174,11 @@ void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const
     BFloat16 *attended = states + rows * across, *between = attended + rows * most;
     const bool shared = rows * width > SHARED;
     #pragma omp parallel for num_threads(threads()) if (shared)
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < (given ? 0 : rows); ++r) {
         rms_norm(x + r * width, read(w.norm), normed + r * width, width, pass.eps, false);
     }
-    multiply_rows(normed, w.qkv, read_if_any(w.qkv_bias), states, rows, width, across);
+    multiply_rows(given ? read(*given) : normed, w.qkv, read_if_any(w.qkv_bias), states, rows,
+                  given ? given->size(-1) : width, across);
     const int64_t* column = pass.columns.const_data_ptr<int64_t>();
     const int64_t turns = pass.cos.size(0) == 1 ? 0 : tokens;  // rows may share their positions
     #pragma omp parallel for num_threads(threads()) if (shared)
@@ -206,14 +219,17 @@ void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const
 // The output [B, T, D] of decoder layers that follow each other, see `operations.py`.
 Tensor decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin,
                          const Tensor& mask, TensorList keys, TensorList values,
-                         const Tensor& columns, TensorList weights, double eps, double scale) {
-    const Tensor first = hidden.contiguous();
-    const Pass pass{cos, sin, mask, columns, first.size(0), first.size(1), first.size(2), eps, scale};
+                         const Tensor& columns, TensorList weights, double eps, double scale,
+                         const std::optional<Tensor>& given) {
+    const Tensor first = hidden.contiguous(), seen = added(mask);
+    const Tensor read_first = given ? given->contiguous() : first;
+    const Pass pass{cos, sin, seen, columns, first.size(0), first.size(1), first.size(2), eps, scale};
     Tensor out = at::empty_like(first), memory = at::empty({0}, first.options());
     const BFloat16* x = read(first);
     for (size_t layer = 0; layer < keys.size(); ++layer) {
         const LayerWeights its(weights.data() + layer * WEIGHTS);
-        run_layer(pass, its, x, keys[layer], values[layer], written(out), memory);
+        run_layer(pass, its, x, given && layer == 0 ? &read_first : nullptr, keys[layer],
+                  values[layer], written(out), memory);
         x = read(out);
     }
     return out;
@@ -228,6 +244,29 @@ Tensor top_op(const Tensor& x, int64_t count) {
     top<MOST>(rows.const_data_ptr<float>(), rows_of(rows), rows.size(-1),
               places.mutable_data_ptr<int64_t>(), count, threads());
     return places;
+}
+
+std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
+    const Tensor rows = x.contiguous();
+    count = std::min(count, rows.size(-1));
+    auto sizes = rows.sizes().vec();
+    sizes.back() = count;
+    const auto numbers = x.options().dtype(at::kFloat);
+    Tensor values = at::empty(sizes, numbers), places = at::empty(sizes, x.options().dtype(at::kLong));
+    sizes.back() = 1;
+    Tensor totals = at::empty(sizes, numbers);
+    TORCH_CHECK(count <= MOST);
+    auto find = [&](const auto* from) {
+        largest<MOST>(from, rows_of(rows), rows.size(-1), values.mutable_data_ptr<float>(),
+                      places.mutable_data_ptr<int64_t>(), totals.mutable_data_ptr<float>(), count,
+                      threads());
+    };
+    if (rows.scalar_type() == at::kFloat) {
+        find(rows.const_data_ptr<float>());
+    } else {
+        find(read(rows));
+    }
+    return {values, places, totals};
 }
 
 template <typename logit_t>
@@ -274,6 +313,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("rotations", TORCH_FN(rotations_op));
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
     m.impl("top", TORCH_FN(top_op));
+    m.impl("largest", TORCH_FN(largest_op));
     m.impl("draw", TORCH_FN(draw_op));
     m.impl("move_columns", TORCH_FN(move_columns_op));
 }
