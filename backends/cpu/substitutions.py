@@ -14,9 +14,12 @@ from torch.nn import functional
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, MOST, NORM_MULTIPLE
 from drafthead.backends.cpu.kernels.packing import packed_once
 from drafthead.core import sampling
-from drafthead.core.kv_cache.column_cache import additive, move_columns
+from drafthead.core.kv_cache.column_cache import additive, move_columns, visible_columns
 from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.seven_bits import MULTIPLE
+from drafthead.core.trees.tree import TreeTables
+from drafthead.heads.growing import dynamic
+from drafthead.heads.growing.dynamic import Candidates, Opened
 
 
 class CpuKernels(Substituting):
@@ -31,9 +34,9 @@ class CpuKernels(Substituting):
 
 
 def replacement_of(operation: Callable[..., Any], has_kernels: bool) -> Callable[..., Any]:
-    """Our kernel for `sampling.draw` or `move_columns`, or without kernels the operation itself."""
+    """Our kernel for an operation, where there are any, or else the operation itself."""
     kernels = {row.operation: row.replacement for row in SUBSTITUTIONS}
-    return kernels[operation] if has_kernels else operation
+    return kernels.get(operation, operation) if has_kernels else operation
 
 
 def packed_linear(
@@ -175,6 +178,47 @@ def kernel(name: str) -> Callable[..., Any]:
     return call
 
 
+def opened(
+    nodes: Candidates,
+    outputs: torch.Tensor,  # [B, F, D]
+    visible: torch.Tensor | None,  # [B, F, P]
+    slots: torch.Tensor,  # [n]
+    width: int,
+) -> Opened:
+    """`dynamic.open_level` by our kernel."""
+    known = nodes.scores, nodes.tokens, nodes.opened, outputs, visible
+    return Opened(*torch.ops.drafthead.open_level(*known, len(slots), width))
+
+
+def extended(
+    nodes: Candidates,
+    opened: torch.Tensor,  # [B, n]
+    log_probs: torch.Tensor,  # [B, n, k]
+    tokens: torch.Tensor,  # [B, n, k]
+) -> Candidates:
+    """`dynamic.with_children` by our kernel."""
+    made = torch.ops.drafthead.with_children(*nodes[:3], opened, log_probs, tokens)
+    return Candidates(*made, opened)
+
+
+def chosen(nodes: Candidates, slots: torch.Tensor, levels: int) -> TreeTables:
+    """`dynamic.best_tree`, for `slots` [N], by our kernel."""
+    return TreeTables(*torch.ops.drafthead.best_tree(*nodes[:3], len(slots)))
+
+
+def seen_columns(
+    visible: torch.Tensor,  # [B or 1, N, M]
+    lengths: torch.Tensor,  # [B]
+    seen: torch.Tensor,  # [S], the numbers from 0
+    first: int | torch.Tensor,
+) -> torch.Tensor:
+    """`visible_columns` [B, 1, N, S] by our kernel."""
+    made: torch.Tensor = torch.ops.drafthead.visible_columns(
+        visible, lengths, len(seen), int(first)
+    )
+    return made
+
+
 def always(*_: Any, **__: Any) -> bool:
     """For all arguments."""
     return True
@@ -188,5 +232,9 @@ SUBSTITUTIONS = (
     Substitution(functional.scaled_dot_product_attention, attention, always, is_kernel=False),
     Substitution(sampling.draw, kernel("draw"), always),
     Substitution(sampling.largest, kernel("largest"), always),
+    Substitution(dynamic.open_level, opened, always),
+    Substitution(dynamic.with_children, extended, always),
+    Substitution(dynamic.best_tree, chosen, always),
+    Substitution(visible_columns, seen_columns, always),
     Substitution(move_columns, kernel("move_columns"), always),
 )

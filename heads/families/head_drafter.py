@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch.nn.attention.bias import CausalBias
@@ -18,6 +18,7 @@ from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, largest
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TreeShape
 from drafthead.heads.base import DraftHead, drafting_fields
+from drafthead.heads.growing.dynamic import best_tree
 from drafthead.heads.growing.levels import Guesses, Level, best_guesses, levels_of
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.layers.cache import DraftCache
@@ -34,6 +35,8 @@ class HeadDrafter(Drafter, Generic[Head]):
     """A head with the target that it drafts for, and the static trees that it may fill."""
 
     on_device = False  # whether its sessions are `OnDevice`
+    # Functions that kernels may take the place of.
+    with_kernels: ClassVar[tuple[str, ...]] = ("largest", "visible_columns", "best_tree")
 
     def __init__(
         self,
@@ -60,7 +63,8 @@ class HeadDrafter(Drafter, Generic[Head]):
                 f"drafts {head.depth} tokens"
             )
         self.head, self.target, self.fixed = head, target, shape
-        self.largest = largest
+        # What draws trees, and may be kernels of ours.
+        self.largest, self.visible_columns, self.best_tree = largest, visible_columns, best_tree
         self.features = head.features_needed
         self.backend: Backend = EAGER
         self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
@@ -89,7 +93,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """The mask of a pass, see `visible_columns`, or what the kernel takes in its place."""
         if self.kernels is not None and visible.shape[2] <= self.kernels.most_nodes:
             return self.kernels.sight(visible, lengths, first)
-        return visible_columns(visible, lengths, seen, first)
+        return self.visible_columns(visible, lengths, seen, first)
 
     def told(self, seen: torch.Tensor, nodes: int) -> torch.Tensor:
         """What of the numbers [S] of columns a recorded pass is given that sees so many nodes.
@@ -126,7 +130,8 @@ class HeadDrafter(Drafter, Generic[Head]):
         its = self.target.backend
         if its.has_kernels and not its.compiles:
             self.backend, self.head = its, its.packed(self.head)
-            self.largest = its.replacement_of(largest)
+            for name in self.with_kernels:
+                setattr(self, name, its.replacement_of(getattr(self, name)))
         else:
             self.backend = backend_for(self.target.device, self.target.dtype, its.fuses)
             its.forget_also(self.backend)

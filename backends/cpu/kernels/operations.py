@@ -14,7 +14,9 @@ from torch.nn import functional
 
 from drafthead.backends.cpu.kernels import packing
 from drafthead.core import sampling
-from drafthead.core.kv_cache.column_cache import move_columns
+from drafthead.core.kv_cache.column_cache import move_columns, visible_columns
+from drafthead.core.trees.tree import TreeTables
+from drafthead.heads.growing import dynamic
 
 MOST = 64  # of the largest: for more, sorting is faster
 NORM_MULTIPLE = 32  # norms and heads are of a multiple of so many values
@@ -258,6 +260,69 @@ def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 operation("largest(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
     sampling.largest
 )
+@operation(
+    "open_level(Tensor scores, Tensor tokens, Tensor opened, Tensor outputs, Tensor? visible, "
+    "SymInt count, SymInt width) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def open_level(
+    scores: torch.Tensor,  # [B, C]
+    tokens: torch.Tensor,  # [B, C]
+    opened: torch.Tensor,  # [B, F]
+    outputs: torch.Tensor,  # [B, F, D]
+    visible: torch.Tensor | None,  # [B, F, P]
+    count: int,
+    width: int,
+) -> dynamic.Opened:
+    """`dynamic.open_level` of `count` nodes."""
+    nodes = dynamic.Candidates(scores, tokens, tokens, opened)
+    return dynamic.open_level(nodes, outputs, visible, torch.arange(count), width)
+
+
+@operation(
+    "with_children(Tensor scores, Tensor tokens, Tensor parents, Tensor opened, Tensor log_probs, "
+    "Tensor ids) -> (Tensor, Tensor, Tensor)"
+)
+def with_children(
+    scores: torch.Tensor,  # [B, C]
+    tokens: torch.Tensor,  # [B, C]
+    parents: torch.Tensor,  # [B, C]
+    opened: torch.Tensor,  # [B, n]
+    log_probs: torch.Tensor,  # [B, n, k]
+    ids: torch.Tensor,  # [B, n, k]
+) -> tuple[torch.Tensor, ...]:
+    """`dynamic.with_children`: scores, tokens and parents."""
+    nodes = dynamic.Candidates(scores, tokens, parents, opened)
+    return dynamic.with_children(nodes, opened, log_probs, ids)[:3]
+
+
+@operation(
+    "best_tree(Tensor scores, Tensor tokens, Tensor parents, SymInt nodes) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def best_tree(
+    scores: torch.Tensor,  # [B, C]
+    tokens: torch.Tensor,  # [B, C]
+    parents: torch.Tensor,  # [B, C]
+    nodes: int,
+) -> TreeTables:
+    """`dynamic.best_tree` of so many nodes."""
+    known = dynamic.Candidates(scores, tokens, parents, parents)
+    return dynamic.best_tree(known, torch.arange(nodes), nodes - 1)
+
+
+@operation(
+    "visible_columns(Tensor visible, Tensor lengths, SymInt columns, SymInt first) -> Tensor"
+)
+def visible(
+    visible: torch.Tensor,  # [B or 1, N, M]
+    lengths: torch.Tensor,  # [B]
+    columns: int,
+    first: int,
+) -> torch.Tensor:
+    """`visible_columns` [B, 1, N, S] of S columns."""
+    return visible_columns(visible, lengths, torch.arange(columns), first)
+
+
 operation(
     "draw(Tensor logits, Tensor tokens, Tensor parents, Tensor keys, Tensor settings, "
     "bool filtered) -> Tensor",

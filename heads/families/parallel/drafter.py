@@ -9,7 +9,7 @@ import torch
 from drafthead.core.coupling import DRAWS, Choice, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
-from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns, visible_columns
+from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns
 from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
@@ -170,7 +170,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         if roots.shape[0] > 1:  # the columns of a single row are the right ones
             self.move(keys, values, reading.expand_as(positions), positions)
         before, lengths = at_last(fused, counts), lengths + counts
-        mask = visible_columns(inside, lengths, seen, drafting[0])[:, 0]
+        mask = self.visible_columns(inside, lengths, seen, drafting[0])[:, 0]
         mask = self.head.transformer.in_window(mask, lengths[:, None])[:, None]
         hidden, logits = self.passing(roots, before, lengths[:, None], mask, drafting, keys, values)
         tree = self.grown(roots, hidden, logits, slots, draws, growing)
@@ -196,7 +196,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         nodes = best_first_growth(
             roots, scorer, *growing, lambda depth, *rest: self.extend(*scorer.at(depth), *rest)
         )
-        return nodes.tables(slots, growing.levels)
+        return self.best_tree(nodes, slots, growing.levels)
 
     def _choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
         """`Block.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""

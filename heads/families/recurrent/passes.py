@@ -23,7 +23,8 @@ from drafthead.heads.growing.dynamic import (
     Candidates,
     TreeGrowth,
     num_opened,
-    seen_after_opening,
+    open_level,
+    with_children,
 )
 from drafthead.heads.growing.levels import Level
 
@@ -123,10 +124,13 @@ class Grown(NamedTuple):
 class RecurrentPasses(HeadDrafter[RecurrentHead]):
     """A recurrent head with its passes, which sessions call."""
 
+    with_kernels = (*HeadDrafter.with_kernels, "open_level", "with_children")
+
     def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
         sizes = SIZES_ON_GPU if target.device.type == "cuda" else DYNAMIC_SIZES
         super().__init__(head, target, shape, dynamic_budgets(head.depth, sizes))
+        self.open_level, self.with_children = open_level, with_children
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.read_prompt = self.read
@@ -141,7 +145,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
     @property
     def width(self) -> int:
         """Children of a node in a dynamic tree."""
-        return min(DYNAMIC_WIDTH, self.head.num_guesses)
+        return min(DYNAMIC_WIDTH, self.num_guesses)
 
     def read_eagerly(
         self,
@@ -236,22 +240,21 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         One call, as the pass of the target has just flushed the CPU caches, which each call pays
         for.
         """
-        growth = TreeGrowth.resumed(candidates, self.width)
-        tokens, above = growth.open_best(slots)
-        inside = seen_after_opening(visible, above, slots)
+        opened, tokens, parents, inside = self.open_level(
+            candidates, outputs, visible, slots, self.width
+        )
         pending = 0 if visible is None else visible.shape[2]
         mask = self.visible_to(inside, lengths, seen, columns[0] - pending)
-        parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
         positions = places[:, None].expand_as(tokens)
         # Where nothing is drawn, no others than the children are looked at.
         cached, count = (columns, keys, values), self.width if draws is None else DRAFT_SUPPORT
         guess = self._draft(parents, tokens, positions, mask, *cached, pending, count)
-        growth.add_children(*guess.best(self.width, 0, draws))
-        return Grown(*growth.candidates(), guess.outputs, inside, places + 1)
+        grown = self.with_children(candidates, opened, *guess.best(self.width, 0, draws))
+        return Grown(*grown, guess.outputs, inside, places + 1)
 
     def _finish(self, candidates: Candidates, slots: torch.Tensor) -> TreeTables:
         """The trees of N nodes, for `slots` [N], the numbers from 0."""
-        return candidates.tables(slots, self.head.depth)
+        return self.best_tree(candidates, slots, self.head.depth)
 
     def opened(self, budget: Budget) -> list[int]:
         """How many nodes get children at depth 1, 2, ... of a dynamic tree within a budget."""

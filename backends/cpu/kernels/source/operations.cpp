@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "draw.h"
+#include "growth.h"
 #include "library.h"
 #include "move_columns.h"
 #include "norm.h"
@@ -269,6 +270,101 @@ std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
     return {values, places, totals};
 }
 
+template <typename T>
+const T* numbers(const Tensor& x) { return x.const_data_ptr<T>(); }
+template <typename T>
+T* to(const Tensor& x) { return x.mutable_data_ptr<T>(); }
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> open_level_op(
+    const Tensor& scores, const Tensor& tokens, const Tensor& opened, const Tensor& outputs,
+    const std::optional<Tensor>& visible, int64_t count, int64_t width) {
+    const Tensor all = scores.contiguous(), their = tokens.contiguous(), above = outputs.contiguous();
+    const Tensor sees = visible ? visible->contiguous() : at::empty({0}, at::kBool);
+    const int64_t rows = all.size(0), size = all.size(1), open = opened.size(1);
+    const int64_t before = visible ? sees.size(2) : 0, after = before + count;
+    const int64_t bytes = above.size(2) * above.element_size(), earlier = size - open * width;
+    TORCH_CHECK(0 <= earlier && count <= open * width);
+    Tensor best = at::empty({rows, count}, their.options()), named = at::empty_like(best);
+    Tensor inputs = at::empty({rows, count, above.size(2)}, above.options());
+    Tensor inside = at::empty({rows, count, after}, sees.options());
+    for (int64_t i = 0; i < rows * count; ++i) {
+        const int64_t r = i / count, n = i % count;
+        static thread_local std::vector<int64_t> order;
+        if (n == 0) order = best_of(numbers<float>(all) + r * size + earlier, open * width, count);
+        const int64_t number = earlier + order[n], parent = r * open + order[n] / width;
+        to<int64_t>(best)[i] = number;
+        to<int64_t>(named)[i] = numbers<int64_t>(their)[r * size + number];
+        std::memcpy((char*)inputs.mutable_data_ptr() + i * bytes,
+                    (const char*)above.const_data_ptr() + parent * bytes, bytes);
+        bool* row = to<bool>(inside) + i * after;
+        std::copy_n(numbers<bool>(sees) + parent * before, before, row);
+        std::fill_n(row + before, count, false);
+        row[before + n] = true;
+    }
+    return {best, named, inputs, inside};
+}
+
+std::tuple<Tensor, Tensor, Tensor> with_children_op(
+    const Tensor& scores, const Tensor& tokens, const Tensor& parents, const Tensor& opened,
+    const Tensor& log_probs, const Tensor& ids) {
+    const Tensor logs = log_probs.contiguous(), named = ids.contiguous(), open = opened.contiguous();
+    const Tensor was[] = {scores.contiguous(), tokens.contiguous(), parents.contiguous()};
+    const int64_t rows = scores.size(0), size = scores.size(1), count = open.size(1);
+    const int64_t width = logs.size(2), all = size + count * width;
+    Tensor made[] = {at::empty({rows, all}, scores.options()), at::empty({rows, all}, tokens.options()),
+                     at::empty({rows, all}, tokens.options())};
+    for (int64_t r = 0; r < rows; ++r) {
+        std::copy_n(numbers<float>(was[0]) + r * size, size, to<float>(made[0]) + r * all);
+        for (int i : {1, 2}) {
+            std::copy_n(numbers<int64_t>(was[i]) + r * size, size, to<int64_t>(made[i]) + r * all);
+        }
+        for (int64_t n = 0; n < count * width; ++n) {
+            const int64_t from = r * count * width + n, at = r * all + size + n;
+            const int64_t parent = numbers<int64_t>(open)[r * count + n / width];
+            to<float>(made[0])[at] = to<float>(made[0])[r * all + parent] +
+                                     as_value(numbers<float>(logs)[from]);
+            to<int64_t>(made[1])[at] = numbers<int64_t>(named)[from];
+            to<int64_t>(made[2])[at] = parent;
+        }
+    }
+    return {made[0], made[1], made[2]};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> best_tree_op(
+    const Tensor& scores, const Tensor& tokens, const Tensor& parents, int64_t nodes) {
+    const Tensor all = scores.contiguous(), their = tokens.contiguous(), above = parents.contiguous();
+    const int64_t rows = all.size(0), size = all.size(1);
+    TORCH_CHECK(nodes <= size);
+    Tensor named = at::empty({rows, nodes}, their.options()), hung = at::empty_like(named);
+    Tensor depths = at::empty_like(named), values = at::empty({rows, nodes}, all.options());
+    Tensor ancestors = at::empty({rows, nodes, nodes}, their.options().dtype(at::kBool));
+    for (int64_t r = 0; r < rows; ++r) {
+        best_tree(numbers<float>(all) + r * size, numbers<int64_t>(their) + r * size,
+                  numbers<int64_t>(above) + r * size, size, nodes, to<int64_t>(named) + r * nodes,
+                  to<int64_t>(hung) + r * nodes, to<int64_t>(depths) + r * nodes,
+                  to<bool>(ancestors) + r * nodes * nodes, to<float>(values) + r * nodes);
+    }
+    return {named, hung, depths, ancestors, values};
+}
+
+Tensor visible_columns_op(const Tensor& visible, const Tensor& lengths, int64_t columns,
+                          int64_t first) {
+    const Tensor sees = visible.contiguous(), committed = lengths.contiguous();
+    const int64_t rows = committed.size(0), nodes = sees.size(1), among = sees.size(2);
+    const int64_t shared = sees.size(0) == 1 ? 0 : nodes, end = std::min(first + among, columns);
+    Tensor mask = at::empty({rows, 1, nodes, columns}, sees.options());
+    for (int64_t i = 0; i < rows * nodes; ++i) {
+        const int64_t r = i / nodes, own = std::min(numbers<int64_t>(committed)[r], columns);
+        bool* row = to<bool>(mask) + i * columns;
+        std::fill_n(row, columns, false);
+        if (first < end) {
+            std::copy_n(numbers<bool>(sees) + (r * shared + i % nodes) * among, end - first, row + first);
+        }
+        std::fill_n(row, own, true);
+    }
+    return mask;
+}
+
 template <typename logit_t>
 void draw_all(const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& keys,
               const Tensor& settings, const Tensor& out) {
@@ -314,6 +410,10 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
     m.impl("top", TORCH_FN(top_op));
     m.impl("largest", TORCH_FN(largest_op));
+    m.impl("open_level", TORCH_FN(open_level_op));
+    m.impl("with_children", TORCH_FN(with_children_op));
+    m.impl("best_tree", TORCH_FN(best_tree_op));
+    m.impl("visible_columns", TORCH_FN(visible_columns_op));
     m.impl("draw", TORCH_FN(draw_op));
     m.impl("move_columns", TORCH_FN(move_columns_op));
 }
