@@ -30,7 +30,7 @@ from drafthead.backends.cpu.packed_modules import (
     is_product,
     twin_of,
 )
-from drafthead.backends.cpu.substitutions import CpuKernels, has_our_products, replacement_of
+from drafthead.backends.cpu.substitutions import has_our_products, replacement_of
 from drafthead.backends.cpu.threads import threads
 from drafthead.core.backend import Backend
 from drafthead.core.errors import UserError, first_line

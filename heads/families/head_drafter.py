@@ -16,6 +16,7 @@ from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.kv_cache.column_cache import CacheColumns, visible_columns
 from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, largest
 from drafthead.core.target.target import Target
+from drafthead.core.target.weight_state import state_of
 from drafthead.core.trees.tree import Budget, TreeShape
 from drafthead.heads.base import DraftHead, drafting_fields
 from drafthead.heads.growing.dynamic import best_tree
@@ -63,6 +64,7 @@ class HeadDrafter(Drafter, Generic[Head]):
                 f"drafts {head.depth} tokens"
             )
         self.head, self.target, self.fixed = head, target, shape
+        self.given, self.state = head, state_of(head)  # as it is; `head` may be its twin
         # What draws trees, and may be kernels of ours.
         self.largest, self.visible_columns, self.best_tree = largest, visible_columns, best_tree
         self.features = head.features_needed
@@ -129,13 +131,18 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.target = target or self.target
         its = self.target.backend
         if its.has_kernels and not its.compiles:
-            self.backend, self.head = its, its.packed(self.head)
+            self.backend, self.head = its, its.packed(self.given)
             for name in self.with_kernels:
                 setattr(self, name, its.replacement_of(getattr(self, name)))
         else:
             self.backend = backend_for(self.target.device, self.target.dtype, its.fuses)
             its.forget_also(self.backend)
         self.memory, self.kernels = self.backend.memory, self.target.kernels
+
+    def follow_weights(self) -> None:
+        """Run the head with its weights as they are now; called when a session starts."""
+        if (state := state_of(self.given)) != self.state:
+            self.head, self.state = self.backend.packed(self.given), state
 
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object

@@ -267,7 +267,11 @@ class DecoderLayer(nn.Module):
         store: Store | None = None,
     ) -> torch.Tensor:
         """Maps [B, T, D] to [B, T, D]; see `SelfAttention.forward`."""
-        return self.added(hidden, self.input_layernorm(hidden), rotation, mask, store)
+        return self.added(*self.inputs(hidden), rotation, mask, store)
+
+    def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to, [B, T, D], and what its attention reads, [B, T, K]."""
+        return hidden, self.input_layernorm(hidden)
 
     def added(
         self,
@@ -277,10 +281,7 @@ class DecoderLayer(nn.Module):
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
         store: Store | None = None,
     ) -> torch.Tensor:
-        """The hidden states with what attention makes of what is read, and then the MLP, added.
-
-        Where a head runs our kernels this is one call, see `drafthead.backends.cpu.packed_heads`.
-        """
+        """The hidden states with what attention makes of what is read, and then the MLP, added."""
         hidden = hidden + self.self_attn(read, rotation, mask, store)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

@@ -260,6 +260,8 @@ def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 operation("largest(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
     sampling.largest
 )
+
+
 @operation(
     "open_level(Tensor scores, Tensor tokens, Tensor opened, Tensor outputs, Tensor? visible, "
     "SymInt count, SymInt width) -> (Tensor, Tensor, Tensor, Tensor)"

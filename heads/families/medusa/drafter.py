@@ -70,7 +70,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             partial(self._fill, depth=self.head.depth),
             dims=("B .", "B", "N", "N", DRAWS),
             reads=(*self.read_by_graphs, self.widest),
-            alone=partial(self.fill, depth=self.head.depth),
+            alone=lambda *given: self.fill(*given, self.head.depth),
         )
 
     def _guess(
@@ -122,6 +122,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return self.layouts[key]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return MedusaSession(self)
 
 

@@ -1,7 +1,7 @@
 """Drafting with a block-parallel head: its context, its pass, and the trees of its candidates."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +200,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
 
     def _choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
         """`Block.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""
-        return Block(self.head, hidden, logits).choose(0, *rest)
+        return Block(self.head, hidden, logits, self.largest).choose(0, *rest)
 
     def _extend(self, hidden: torch.Tensor, *rest: Any) -> tuple[dynamic.Candidates, torch.Tensor]:
         """`extended` by what `Candidates.at` a depth gives, hidden [B, 1, D] first."""
@@ -243,6 +243,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.move = self.backend.replacement_of(move_columns)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return ParallelSession(self, rows=len(lengths))
 
 

@@ -100,10 +100,15 @@ class Eagle3Layer(DecoderLayer):
         store: Store,
     ) -> torch.Tensor:
         """The new states [B, T, D]."""
+        return self.added(*self.inputs(embeds, states), rotation, mask, store)
+
+    def inputs(  # type: ignore[override]  # of two inputs
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [B, T, D], and embeddings and states side by side [B, T, 2D], after norms."""
         normed = self.hidden_norm(states)
         joined = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        hidden = normed if self.norm_before_residual else states
-        return self.added(hidden, joined, rotation, mask, store)
+        return normed if self.norm_before_residual else states, joined
 
 
 @register_head("eagle3", Eagle3Config)

@@ -54,6 +54,8 @@ class RecurrentHead(HeadByDepth):
 
     layers: nn.ModuleList
     embed_tokens: nn.Embedding | None  # the head's own, if it has any
+    # All layers by a kernel, of a head that runs ours; takes what `layer_inputs` returns first.
+    in_one_call: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -105,10 +107,12 @@ class RecurrentHead(HeadByDepth):
         """The outputs [B, T, D]; `store_of(index)` takes the keys and values of a layer."""
         if self.config.window:
             mask = LayerKind("sliding_attention", self.config.window).within_reach(mask)
-        hidden = self.layer_inputs(embeds, states)
+        inputs = self.layer_inputs(embeds, states)
+        if self.in_one_call is not None:
+            return self.in_one_call(inputs, rotation, mask, store_of)
         for index, layer in enumerate(self.layers):
-            hidden = (layer(*hidden, rotation, mask, store_of(index)),)
-        return hidden[0]
+            inputs = (layer(*inputs, rotation, mask, store_of(index)),)
+        return inputs[0]
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """The states [..., D] of the next positions, from outputs [..., D]."""

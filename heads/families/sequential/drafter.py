@@ -70,6 +70,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return SequentialSession(self, rows=len(lengths))
 
 

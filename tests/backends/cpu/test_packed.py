@@ -6,12 +6,10 @@ import logging
 import psutil
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from tiny import VOCAB, random_prompts
+from tiny import random_prompts
 from torch import nn
 from traced import graphs_are_traced
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import PreTrainedModel
+from wide import HEAD, WIDTH, model_of
 
 from drafthead.backends.compiled import Compiled
 from drafthead.backends.cpu.kernels import library, operations, packing
@@ -24,12 +22,6 @@ from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.loaded import prepared_target
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
-WIDTH, HEAD = 128, 32  # of hidden states and of heads: both are what kernels take
-WIDE = {
-    "hidden_size": WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 96, "max_position_embeddings": 256,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
 IN_ONE_CALL = {  # whose layers are one kernel each
     "llama": {"attention_bias": True},
     "mistral": {},
@@ -38,23 +30,6 @@ IN_ONE_CALL = {  # whose layers are one kernel each
 }
 PART_BY_PART = "gemma3_text", "olmo2", "granite", "phi3", "gpt_neox", "starcoder2", "smollm3"
 LOG = "drafthead.backends.cpu.packed_target"
-
-
-def model_of(name: str, **settings: object) -> PreTrainedModel:
-    """A random bfloat16 model of an architecture, of sizes that kernels take."""
-    torch.manual_seed(0)
-    options = ARCHITECTURES[name] | WIDE | settings
-    if "head_dim" in options:
-        options["head_dim"] = HEAD
-    config = AutoConfig.for_model(name, **options)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.1)
-        elif name.endswith("bias"):
-            parameter.data.normal_(std=0.5)
-    model.get_input_embeddings().weight.data.normal_()
-    return model.to(torch.bfloat16)
 
 
 def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
