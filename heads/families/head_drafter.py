@@ -147,12 +147,8 @@ class HeadDrafter(Drafter, Generic[Head]):
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object
     ) -> Callable[..., Any]:
-        """A pass of the draft, compiled; `reads` as for `Backend.compile`, beside head and target.
-
-        On a CPU it reads weights as bytes, half as much: no guess changes an answer.
-        """
-        read = *self.read_by_graphs, *reads
-        return self.backend.compile(function, dims, read, in_bytes=True)
+        """A pass of the draft, compiled; `reads` come beside what is `read_by_graphs`."""
+        return self.backend.compile(function, dims, (*self.read_by_graphs, *reads))
 
     def compiled_readers(
         self, function: Callable[..., Value], dims: Mapping[str, Spec]

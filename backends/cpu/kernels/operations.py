@@ -2,8 +2,7 @@
 
 Each has a schema, an implementation in torch's own operations, which says what it computes and runs
 where there are no kernels, and the shape of its result. The C++ of `library` takes the place of the
-implementations on processors that it is written for; code that torch generates for a pass calls the
-same functions, see `template`. So a result has the same bits whoever asks for it.
+implementations on processors that it is written for.
 """
 
 from collections.abc import Callable, Sequence
@@ -237,18 +236,6 @@ def rotated(
     """x [B, H, T, D] turned to its positions."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
-
-
-@operation(
-    "top(Tensor x, SymInt count) -> Tensor",
-    lambda x, count: x.new_empty(*x.shape[:-1], count, dtype=torch.int64),
-)
-def top(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Places [..., k] of the k largest of x [..., V] float32, from the largest on, k <= `MOST`.
-
-    Of equals the first comes first: of 1 3 3 2 the places of the two largest are 1 and 2.
-    """
-    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].clone()
 
 
 def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,6 @@ from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.packed_heads import PackedAdding, packed_head
 from drafthead.backends.cpu.packed_modules import PackedLinear
 from drafthead.backends.cpu.substitutions import replacement_of
-from drafthead.core import sampling
 from drafthead.core.kv_cache.column_cache import visible_columns
 from drafthead.core.target.target import Target
 from drafthead.heads.families.head_drafter import HeadDrafter, drafter_for
@@ -89,25 +88,11 @@ def test_weights_of_a_head_that_change_are_packed_again(wide, make_head) -> None
     assert torch.allclose(before[0], -after[0], atol=0.05 * float(before[0].abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_largest_logits_are_those_of_a_stable_sort(dtype) -> None:
-    torch.manual_seed(0)
-    kernel = replacement_of(sampling.largest, has_kernels=True)
-    for count, size in ((1, 5), (10, 8192), (64, 101), (64, 40)):
-        x = torch.randn(2, 3, size).bfloat16().to(dtype)  # rounded, so that many are equal
-        values, places, total = kernel(x, count)
-        order = x.float().sort(dim=-1, descending=True, stable=True)
-        assert torch.equal(places, order.indices[..., :count])
-        assert torch.equal(values, order.values[..., :count])
-        expected = sampling.largest(x, count)
-        assert torch.allclose(total, expected[2], atol=1e-5) and torch.equal(values, expected[0])
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_trees_grow_as_torchs_operations_grow_them(rows) -> None:
     """Equal scores, paths of no chance, and damaged drafts, whose probabilities are NaN."""
     torch.manual_seed(rows)
-    ours = [replacement_of(f, True) for f in (dynamic.open_level, dynamic.with_children)]
+    ours = [replacement_of(f) for f in (dynamic.open_level, dynamic.with_children)]
     theirs = [dynamic.open_level, dynamic.with_children]
     growth = dynamic.TreeGrowth(torch.arange(rows))
     growth.add_children(-torch.rand(rows, 1, 4), torch.randint(50, (rows, 1, 4)))
@@ -123,14 +108,14 @@ def test_trees_grow_as_torchs_operations_grow_them(rows) -> None:
         nodes, expected = ours[1](*given), theirs[1](*given)
         assert all(map(torch.equal, nodes, expected))
         outputs, visible = torch.randn(rows, count, 32).bfloat16(), found.visible
-    choose = replacement_of(dynamic.best_tree, has_kernels=True)
+    choose = replacement_of(dynamic.best_tree)
     for size in (2, 9, nodes.scores.shape[1]):
         given = nodes, torch.arange(size), 4
         assert all(map(torch.equal, choose(*given), dynamic.best_tree(*given)))
 
 
 def test_masks_are_those_of_torchs_operations() -> None:
-    kernel = replacement_of(visible_columns, has_kernels=True)
+    kernel = replacement_of(visible_columns)
     for rows, shared in ((1, True), (3, True), (3, False)):
         visible = torch.rand(1 if shared else rows, 4, 6) > 0.5
         lengths, seen = torch.tensor([5, 0, 3])[:rows], torch.arange(12)

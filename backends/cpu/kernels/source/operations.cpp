@@ -9,8 +9,9 @@
 
 #include "attention.h"
 #include "draw.h"
+#include "gated_mlp.h"
 #include "growth.h"
-#include "library.h"
+#include "linear.h"
 #include "move_columns.h"
 #include "norm.h"
 #include "top_k.h"
@@ -236,17 +237,6 @@ Tensor decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& 
     return out;
 }
 
-Tensor top_op(const Tensor& x, int64_t count) {
-    const Tensor rows = x.contiguous();
-    auto sizes = rows.sizes().vec();
-    sizes.back() = count;
-    Tensor places = at::empty(sizes, x.options().dtype(at::kLong));
-    TORCH_CHECK(count <= MOST && count <= rows.size(-1));
-    top<MOST>(rows.const_data_ptr<float>(), rows_of(rows), rows.size(-1),
-              places.mutable_data_ptr<int64_t>(), count, threads());
-    return places;
-}
-
 std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
     const Tensor rows = x.contiguous();
     count = std::min(count, rows.size(-1));
@@ -408,7 +398,6 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
-    m.impl("top", TORCH_FN(top_op));
     m.impl("largest", TORCH_FN(largest_op));
     m.impl("open_level", TORCH_FN(open_level_op));
     m.impl("with_children", TORCH_FN(with_children_op));
