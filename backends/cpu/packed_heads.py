@@ -21,6 +21,7 @@ from drafthead.backends.cpu.packed_modules import (
     with_same_weights,
 )
 from drafthead.core.kv_cache.column_cache import LayerColumns
+from drafthead.heads.families.recurrent.eagle3 import Eagle3Layer
 from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
@@ -96,7 +97,7 @@ def packed_head(head: Any, in_bytes: bool = True) -> Any:
         elif isinstance(part, DecoderLayer) and are_packable([part]):
             part.added = PackedAdding([part], in_bytes)  # type: ignore[method-assign]
         for name, value in vars(part).items():
-            if isinstance(value, Rotary) and (2 * len(value.frequencies)) % NORM_MULTIPLE == 0:
+            if type(value) is Rotary and (2 * len(value.frequencies)) % NORM_MULTIPLE == 0:
                 setattr(part, name, PackedRotary(value.frequencies, value.scaling))
     for parent, name, part in list(children_in(twin)):
         if (made := packed(part, in_bytes)) is not None:
@@ -115,8 +116,10 @@ def are_packable(layers: Iterable[nn.Module]) -> bool:
     """
     kinds = set()
     for index, layer in enumerate(layers):
-        if not isinstance(layer, DecoderLayer):
+        # Of a class of its own a layer may compute something else.
+        if type(layer) is not DecoderLayer and (index or type(layer) is not Eagle3Layer):
             return False
+        assert isinstance(layer, DecoderLayer)
         norms: list[Any] = norms_after(layer) + ([layer.input_layernorm] if index else [])
         if not are_llamas_parts(layer, norms):
             return False

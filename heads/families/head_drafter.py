@@ -127,7 +127,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         return CacheColumns(keys, values, columns, mask.shape[-1])
 
     def prepare(self, target: Target | None) -> None:
-        """Draft compiled from now on, for this compiled target where there is one."""
+        """Draft from now on as this target's passes run: by our kernels, compiled or recorded."""
         self.target = target or self.target
         its = self.target.backend
         if its.has_kernels and not its.compiles:
@@ -156,7 +156,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """A compiled pass over committed positions, and how a prompt is read.
 
         Prompts are seldom of one length: where calls are recorded, each would be recorded once and
-        used once. Our kernels serve all lengths with one graph.
+        used once. Our kernels serve all lengths.
         """
         compiled = self.compiled(function, dims)
         return compiled, compiled if self.backend.has_kernels else function
