@@ -144,8 +144,8 @@ def extended(
     tokens: torch.Tensor,  # [B, n, k]
 ) -> Candidates:
     """`dynamic.with_children` by our kernel."""
-    made = torch.ops.drafthead.with_children(*nodes[:3], opened, log_probs, tokens)
-    return Candidates(*made, opened)
+    scores, ids, parents = torch.ops.drafthead.with_children(*nodes[:3], opened, log_probs, tokens)
+    return Candidates(scores, ids, parents, opened)
 
 
 def chosen(nodes: Candidates, slots: torch.Tensor, levels: int) -> TreeTables:

@@ -179,8 +179,8 @@ def decoder_layers(
     """
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         own = weights[number * LAYER_WEIGHTS : (number + 1) * LAYER_WEIGHTS]
-        turned, seen = (cos, sin, mask), (key, value, columns, own, eps, scale)
-        hidden = decoder_layer(hidden, *turned, *seen, None if number else given)
+        read = None if number else given
+        hidden = decoder_layer(hidden, cos, sin, mask, key, value, columns, own, eps, scale, read)
     return hidden
 
 
@@ -216,8 +216,8 @@ def decoder_layer(
     keys.index_copy_(2, columns, rotated(key, cos, sin))
     values.index_copy_(2, columns, value)
     seen = mask.shape[-1]
-    given = keys[:, :, :seen], values[:, :, :seen]
-    mixed = attend(rotated(query, cos, sin), *given, mask, scale).transpose(1, 2).flatten(2)
+    states_seen = keys[:, :, :seen], values[:, :, :seen]
+    mixed = attend(rotated(query, cos, sin), *states_seen, mask, scale).transpose(1, 2).flatten(2)
     hidden = hidden + linear(mixed, out, width, or_none(out_bias))
     between = gated(rms_norm(hidden, mlp_norm, eps, False), gate_up, gate_up.shape[0] * 16)
     return hidden + linear(between, down, width, None)
