@@ -181,7 +181,7 @@ DeviceName = Annotated[str, Field(description="Device: auto, cpu or cuda.")]
 CompileSwitch = Annotated[
     bool | None,
     Field(
-        description="For GPUs: compile the model's layers, which takes seconds to minutes the first "
+        description="For GPUs: compile the model's layers, which takes minutes the first "
         "time. With our CPU kernels (bfloat16 on x86) it changes nothing; on other CPUs and "
         "types it compiles passes. By default a GPU uses CUDA graphs and a CPU our kernels. "
         "--no-compile runs the model as it is written."
