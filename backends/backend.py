@@ -27,7 +27,7 @@ class CompilingBackend(Backend):
         """See `heads.backend.backend_for`."""
         self.device, self.dtype = device, dtype
         self.fuses = fuses and device.type == "cuda"
-        self.memory = CacheMemory.where_recorded(device)
+        self.memory = CacheMemory.on(device)
         self.made: list[Compiled] = []
         self.others: WeakSet[Backend] = WeakSet()  # of drafters, which are forgotten with this one
 

@@ -5,7 +5,7 @@ prompts are read eagerly; where there are kernels of ours, passes run these at o
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -17,8 +17,10 @@ from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.cpu.packed_target import PackedTarget, packed_target
 from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import TreeKernels
+from drafthead.core.dims import Spec
 from drafthead.core.errors import first_line
-from drafthead.core.kv_cache.column_cache import move_columns
+from drafthead.core.kv_cache.cache_memory import FRESH
+from drafthead.core.kv_cache.column_cache import CacheView, dims_of_view, move_columns
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Taps
 from drafthead.core.target.masks import LayerMasks
@@ -36,15 +38,14 @@ AS_TREES, OF_A_TREE = 256, 64
 
 logger = logging.getLogger(__name__)
 # Dimensions of the arguments of compiled functions.
-PASS = {
+PASS: dict[str, Spec] = {
     "input_ids": "B T",
     "position_ids": "B T",
     "attention_mask": "B . T S",
-    "columns": "T",
-    "keys": "B . C .",
-    "values": "B . C .",
+    "view": dims_of_view("T"),
 }
-MOVE = {"keys": "B . C .", "values": "B . C .", "source": "B P", "destination": "B P"}
+STATES = "B . C ."
+MOVE = {"keys": STATES, "values": STATES, "source": "B P", "destination": "B P"}
 
 
 class CompiledTarget(Target):
@@ -65,7 +66,7 @@ class CompiledTarget(Target):
         self.in_bytes = in_bytes or target.in_bytes
         # Falcon makes its bias and its mask of different numbers, of which one counts no columns
         # beyond the text.
-        self.memory = None if self.has_alibi else self.backend.memory
+        self.memory = FRESH if self.has_alibi else self.backend.memory
         self.state = state_of(self.model)  # that the graphs were made for
         self.move = self.backend.compile(move_columns, MOVE, ())
 
@@ -79,16 +80,15 @@ class CompiledTarget(Target):
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
         nodes, count = visible.shape[1:]
-        kernels = self.kernels_for(count)
-        if kernels is None or cache.lengths is None:
+        if self.kernels is None or cache.lengths is None or count > self.kernels.most_nodes:
             return super().tree_mask(cache, visible)
-        _, columns = cache.make_room(nodes)
-        return kernels.masks(visible, cache.lengths, columns[0] - (count - nodes))
+        view = cache.view(nodes, self.kernels)
+        return self.kernels.masks(visible, view.lengths, view.room.columns[0] - (count - nodes))
 
     def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
         if self.kernels is None or not self.kernels.reads_later:
             return super().later_mask(cache, places)
-        cache.make_room(len(places))
+        cache.room(len(places))
         return self.kernels.later_mask(cache.longest + len(places), places.device)
 
     @torch.no_grad()
@@ -289,14 +289,12 @@ class CompiledPass:
         cache: TreeCache,
     ) -> TargetOutput:
         """Run the pass and write its keys and values into `cache`."""
-        _, columns = cache.make_room(input_ids.shape[1])
-        keys, values = cache.keys, cache.values
+        kernels = self.target.kernels if is_for_kernels(attention_mask) else None
+        view = cache.view(input_ids.shape[1], kernels)
         if (numbers := self.target.numbers) is not None:
-            keys, values = ([part[number] for number in numbers] for part in (keys, values))
-        pending = cache.pending if is_for_kernels(attention_mask) else 0
-        logits, last, taps = self.graphs(
-            input_ids, position_ids, attention_mask, columns, keys, values, pending
-        )
+            keys, values = ([part[number] for number in numbers] for part in view[:2])
+            view = view._replace(keys=keys, values=values)
+        logits, last, taps = self.graphs(input_ids, position_ids, attention_mask, view)
         return TargetOutput(logits, Features(last, taps))
 
     def _forward(
@@ -304,20 +302,10 @@ class CompiledPass:
         input_ids: torch.Tensor,  # [B, T]
         position_ids: torch.Tensor,  # [B, T]
         attention_mask: LayerMasks,  # as above
-        columns: torch.Tensor,  # [T]
-        keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
-        values: Sequence[torch.Tensor],
-        pending: int,  # nodes in the cache, of which only kernels ask
+        view: CacheView,  # T columns
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Logits [B, T, V] and features [B, T, D]; what is traced into a graph."""
-        cache: StepCache
-        if is_for_kernels(attention_mask):
-            assert self.target.kernels is not None
-            cache = self.target.kernels.cache(keys, values, pending)
-        else:
-            assert isinstance(attention_mask, torch.Tensor)
-            end = attention_mask.shape[-1]
-            cache = StepCache(keys, values, columns, end, self.target.numbers)
+        cache = StepCache.of(view, self.target.numbers)
         kept = 0 if self.has_logits else torch.empty(0, dtype=torch.long, device=input_ids.device)
         logits = self.target.forward(input_ids, position_ids, attention_mask, cache, kept)
         features = self.taps.features()

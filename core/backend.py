@@ -7,14 +7,12 @@ for a GPU, stand in `drafthead.backends`, which is imported by name and only whe
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from drafthead.core.dims import Spec
-from drafthead.core.kv_cache.cache_memory import CacheMemory
-from drafthead.core.target.masks import LayerMasks
-from drafthead.core.target.tree_cache import StepCache
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -24,51 +22,13 @@ def no_variant(*_: Any) -> Hashable:
     return None
 
 
-class TreeKernels(Protocol):
-    """Attention over trees, and the moves after a verdict, where recorded passes have kernels."""
-
-    most_nodes: int  # of a tree that they take
-
-    def masks(
-        self,
-        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
-        lengths: torch.Tensor,  # [B] committed positions
-        start: torch.Tensor,  # [] column of the first of the M nodes
-    ) -> LayerMasks:
-        """What the model takes as its mask."""
-        ...
-
-    def sight(
-        self, visible: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        """`masks` of layers without windows, int64 [B, 1, 3, N]: those of draft heads."""
-        ...
-
-    def cache(
-        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], pending: int = 0
-    ) -> StepCache:
-        """The cache of keys and values [B, H, capacity, D] of each layer, after pending nodes."""
-        ...
-
-    def commit(
-        self,
-        states: Sequence[torch.Tensor],  # keys and values of all layers, [B, H, capacity, D]
-        path: torch.Tensor,  # [B, P] accepted nodes in order
-        accepted: torch.Tensor,  # [B] their number
-        lengths: torch.Tensor,  # [B] positions committed before
-        start: torch.Tensor,  # [] column of the tree's first node
-    ) -> None:
-        """Move the accepted nodes next to what their rows have committed."""
-        ...
-
-
 class Backend:
     """Runs functions of tensors, here as they are; see `drafthead.backends.backend`."""
 
     compiles = False  # whether functions are compiled, or recorded
     fuses = False  # whether parts of recorded functions are compiled
     has_kernels = False  # whether kernels of ours take the place of operations
-    memory: CacheMemory | None = None  # for caches, where calls are recorded: they want few sizes
+    memory: FreshMemory = FRESH  # for caches
 
     def forget(self) -> None:
         """Make compiled functions again, for the weights that they read have changed."""

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-# A tensor's dimensions, or those of each part of a tuple of tensors.
-Spec: TypeAlias = "str | tuple[Spec, ...]"
+# A tensor's dimensions, or those of each part of a tuple of tensors; None for what is no tensor.
+Spec: TypeAlias = "str | tuple[Spec, ...] | None"
 FIXED = "."
-# The letter of a cache's capacity: an argument that has it is written in place, call after call.
+# The letter of a cache's capacity: a list that has it is written in place, call after call.
 CAPACITY = "C"
 
 
@@ -57,7 +57,7 @@ class Dims:
         self.names, self.specs = names, [specs.get(name) for name in names]
         self.constants = [place for place, spec in enumerate(self.specs) if spec is None]
         self.held = [
-            n for n, spec in enumerate(self.specs) if spec and CAPACITY in letters_of(spec)
+            n for n, s in enumerate(self.specs) if isinstance(s, str) and CAPACITY in s.split()
         ]
         # For each set of arguments that are None: one place to read each letter's size from.
         self.size_places: dict[tuple[bool, ...], list[Place]] = {}
@@ -94,16 +94,9 @@ class Dims:
                     )
 
 
-def letters_of(spec: Spec) -> list[str]:
-    """The letters of a declaration, or of all its parts."""
-    if isinstance(spec, str):
-        return spec.split()
-    return [letter for part in spec for letter in letters_of(part)]
-
-
 def places_of(spec: Spec, argument: Any, path: tuple[int, ...]) -> list[Place]:
     """Declared dimensions of one argument. Raises ValueError for another number of dimensions."""
-    if argument is None:
+    if argument is None or spec is None:
         return []
     if not isinstance(argument, torch.Tensor):
         specs = spec if isinstance(spec, tuple) else (spec,) * len(argument)

@@ -22,7 +22,6 @@ from drafthead.infer.beams.beam_search import search
 from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.loaded import (
     Draft,
     Fitting,
@@ -35,6 +34,7 @@ from drafthead.infer.loaded import (
 )
 from drafthead.infer.method import Method, planner_of, rule_of
 from drafthead.infer.past import Memory
+from drafthead.infer.planning.planner import FixedPlan, Planner
 from drafthead.infer.request.options import read_options, refuse_in_pieces
 from drafthead.infer.request.other_words import type_of_weights
 from drafthead.infer.request.prompts import Prompt

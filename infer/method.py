@@ -8,12 +8,12 @@ import torch
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
-from drafthead.infer.engine.agreed_plan import AgreedPlan
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.loop import decode, read_prompts
-from drafthead.infer.engine.planner import FixedPlan, Planner
 from drafthead.infer.engine.stepper import Stepper, steps_in_one_call
 from drafthead.infer.past import Memory, Past
+from drafthead.infer.planning.agreed_plan import AgreedPlan
+from drafthead.infer.planning.planner import FixedPlan, Planner
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import Verifier, verifier_for
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.engine.planner import AdaptivePlan
+from drafthead.infer.planning.planner import AdaptivePlan
 from drafthead.infer.timing.plans import StepKind, rows_that_share
 from drafthead.infer.timing.step_timing import ENOUGH_SECONDS, PROMPT_TOKENS
 from drafthead.infer.verifiers import verifier_for

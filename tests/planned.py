@@ -6,8 +6,8 @@ import torch
 
 from drafthead.core.trees.guesses import Guesses, GuessTree
 from drafthead.core.trees.tree import Budget
-from drafthead.infer.engine.draft_acceptance import Size
-from drafthead.infer.engine.planner import Planner
+from drafthead.infer.planning.draft_acceptance import Size
+from drafthead.infer.planning.planner import Planner
 
 NOTHING = GuessTree([], [], [], [])
 

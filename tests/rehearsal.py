@@ -47,5 +47,5 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
 
     monkeypatch.setattr(Compiled, "_compiled", recorded)
     monkeypatch.setattr(Compiled, "_key", lambda *_: None)
-    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: CacheMemory())
+    monkeypatch.setattr(CacheMemory, "on", lambda _: CacheMemory())
     return stand_in

@@ -10,7 +10,7 @@ import pytest
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.target.target import Target
 from drafthead.infer import running_rows
-from drafthead.infer.engine.planner import PlannedDecoding
+from drafthead.infer.planning.planner import PlannedDecoding
 from drafthead.infer.timing import plans
 
 

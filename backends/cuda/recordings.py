@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 
 from drafthead.core.errors import first_line
+from drafthead.core.kv_cache.column_cache import CacheView
 
 # Recordings of one function; the one that has not been used for longest makes room for another.
 # Each holds its kernels' arguments and its results; intermediate results share memory.
@@ -292,11 +293,15 @@ def free_share(device: torch.device) -> float:
 def flatten(value: Any, leaves: list[torch.Tensor], key: list[Hashable]) -> None:
     """Add the tensors of an argument to `leaves`, and what a recording is made for to `key`.
 
-    That is shape and layout of a tensor, and a constant with its type: 1 is not True here.
+    That is shape and layout of a tensor, and a constant with its type: 1 is not True here. The
+    memory of a cache keeps its address.
     """
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         key.append((value.shape, value.stride(), value.dtype, value.device))
+    elif isinstance(value, CacheView):
+        key += (place_of(value.keys), place_of(value.values))
+        flatten(value[2:], leaves, key)
     elif isinstance(value, tuple | list):
         key.append((type(value), len(value)))
         for part in value:
@@ -313,6 +318,8 @@ def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The value with `change` of its tensors, in their order; see `flatten`."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, CacheView):
+        return CacheView(value.keys, value.values, *rebuilt(value[2:], change))
     if isinstance(value, tuple | list):
         parts = (rebuilt(part, change) for part in value)
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -191,7 +191,7 @@ class OtherTokenizerSession(DraftModelSession):
         self.cache.commit(None, there[:, 0], max(stay))
         read = Committed(there[:, 2:], Features(last=None), there[:, 1], host_tokens=list(new))
         for part in read.chunks():
-            self.logits = self._read(part if self.model.memory is None else part.padded())
+            self.logits = self._read(part.sized(self.model.memory))
 
 
 def own_tokens(row: TranslatedRow, count: int) -> int:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from drafthead.core.coupling import Choice
 from drafthead.core.drafting.row_state import RowState
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import power_of_two
+from drafthead.core.kv_cache.cache_memory import FreshMemory
 from drafthead.core.kv_cache.column_cache import READ_CHUNK
 from drafthead.core.sampling import NO_TOKEN, Sampling
 from drafthead.core.target.features import Features, FeatureSpec
@@ -134,9 +134,13 @@ class Committed:
         tokens, features = cut(self.tokens), self.features.map(cut)
         return Committed(tokens, features, self.lengths, None, self.known_ends, self.host_tokens)
 
-    def padded(self, positions: int | None = None) -> "Committed":
-        """These positions padded to so many, or else to a power of two of them."""
-        missing = (positions or power_of_two(self.tokens.shape[1])) - self.tokens.shape[1]
+    def sized(self, memory: FreshMemory) -> "Committed":
+        """These positions padded to as many as passes with this memory are made for."""
+        return self.padded(memory.size(self.tokens.shape[1]))
+
+    def padded(self, positions: int) -> "Committed":
+        """These positions padded to so many."""
+        missing = positions - self.tokens.shape[1]
         if missing <= 0:
             return self
         features = self.features.map(lambda table: pad(table, (0, 0, 0, missing)))

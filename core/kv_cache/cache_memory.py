@@ -21,6 +21,12 @@ MOST_UNUSED, ALWAYS_KEPT = 2, 2**28
 FIRST_SHARE, MOST_AT_FIRST = 1 / 64, 4096
 
 
+# Capacity comes in whole blocks; where passes are recorded, short texts get this many columns too:
+# fewer capacities, recordings.
+BLOCK = 128
+LEAST_RECORDED = 4 * BLOCK
+
+
 class FreshStores:
     """Zeroed memory for one tensor of each shape, made when it is asked for."""
 
@@ -51,8 +57,36 @@ class Unused(NamedTuple):
     stores: list[torch.Tensor]
 
 
-class CacheMemory:
+class FreshMemory:
+    """Memory that is made when it is asked for, and any number of columns, positions and rows."""
+
+    is_recorded = False  # whether passes are recorded: they want few sizes, each at one address
+    most_in_use = 0  # bytes, where these are counted
+
+    def size(self, count: int) -> int:
+        """Of how many positions, nodes or rows a pass is made for as many as are wanted."""
+        return count
+
+    def seen(self, end: int) -> int:
+        """Columns that a pass sees whose nodes end there."""
+        return end
+
+    def capacity(self, columns: int, column: int) -> int:
+        """Columns, of so many bytes, to allocate where some are wanted."""
+        return rounded(columns, BLOCK)
+
+    def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> FreshStores | Lease:
+        """Zeroed tensors of these shapes, of the number type of `like` [...] and on its device."""
+        return FreshStores(shapes, like)
+
+
+FRESH = FreshMemory()
+
+
+class CacheMemory(FreshMemory):
     """Sets of tensors that caches take and leave; several threads may."""
+
+    is_recorded = True
 
     def __init__(self, total: int = 0) -> None:
         """`total` are the bytes of the device's memory; 0 where that does not matter."""
@@ -64,10 +98,10 @@ class CacheMemory:
         self.sets_made = 0
 
     @staticmethod
-    def where_recorded(device: torch.device) -> "CacheMemory | None":
-        """Memory for caches on a device where graphs are recorded; None elsewhere."""
+    def on(device: torch.device) -> FreshMemory:
+        """Memory for caches on a device: on a GPU, where graphs are recorded, one to use again."""
         if device.type != "cuda":
-            return None
+            return FRESH
         return CacheMemory(torch.cuda.get_device_properties(device).total_memory)
 
     def first_columns(self, column: int) -> int:
@@ -75,8 +109,16 @@ class CacheMemory:
         columns = int(self.total * FIRST_SHARE / max(column, 1))
         return min(MOST_AT_FIRST, 1 << columns.bit_length() >> 1)
 
+    def size(self, count: int) -> int:
+        return power_of_two(count)
+
+    def seen(self, end: int) -> int:
+        return in_steps(end, BLOCK)
+
+    def capacity(self, columns: int, column: int) -> int:
+        return in_steps(max(columns, LEAST_RECORDED, self.first_columns(column)), BLOCK)
+
     def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> Lease:
-        """Zeroed tensors of these shapes, of the number type of `like` [...] and on its device."""
         wanted = made_for(shapes, like)
         with self.lock:
             stores = self._left(wanted)
@@ -127,6 +169,11 @@ def made_for(shapes: Sequence[Shape], like: torch.Tensor) -> object:
 def bytes_of(stores: Sequence[torch.Tensor]) -> int:
     """The size of tensors [...] together."""
     return sum(store.nbytes for store in stores)
+
+
+def rounded(columns: int, block: int) -> int:
+    """The next multiple of `block`."""
+    return -(-columns // block) * block
 
 
 def power_of_two(count: int) -> int:

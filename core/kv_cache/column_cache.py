@@ -14,18 +14,23 @@ from few; see `CacheMemory`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
 
-from drafthead.core.kv_cache.cache_memory import CacheMemory, FreshStores, Lease, in_steps
+from drafthead.core.dims import Spec
+from drafthead.core.kv_cache.cache_memory import (
+    BLOCK,
+    FRESH,
+    FreshMemory,
+    FreshStores,
+    Lease,
+    rounded,
+)
 
-# Capacity grows by half and to whole blocks, so that long answers copy the cache a few times only.
-BLOCK = 128
+# Capacity grows by half, so that long answers copy the cache a few times only.
 GROWTH = 1.5
-# Where passes are recorded, short texts get this many columns too: fewer capacities, recordings.
-LEAST_RECORDED = 4 * BLOCK
 # Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
 # mask, grow with them; more would hardly be quicker.
 READ_CHUNK = 1024
@@ -113,18 +118,109 @@ class LayerColumns:
         return self.cached.append(self.layer, keys, values)
 
 
+class TreeKernels(Protocol):
+    """Attention over trees, and the moves after a verdict, where recorded passes have kernels."""
+
+    most_nodes: int  # of a tree that they take
+
+    def masks(
+        self,
+        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
+        lengths: torch.Tensor,  # [B] committed positions
+        start: torch.Tensor,  # [] column of the first of the M nodes
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """What the model takes as its mask, see `LayerMasks`."""
+        ...
+
+    def sight(
+        self, visible: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
+    ) -> torch.Tensor:
+        """`masks` of layers without windows, int64 [B, 1, 3, N]: those of draft heads."""
+        ...
+
+    def cache(
+        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], pending: int = 0
+    ) -> CacheColumns:
+        """The cache of keys and values [B, H, capacity, D] of each layer, after pending nodes."""
+        ...
+
+    def commit(
+        self,
+        states: Sequence[torch.Tensor],  # keys and values of all layers, [B, H, capacity, D]
+        path: torch.Tensor,  # [B, P] accepted nodes in order
+        accepted: torch.Tensor,  # [B] their number
+        lengths: torch.Tensor,  # [B] positions committed before
+        start: torch.Tensor,  # [] column of the tree's first node
+    ) -> None:
+        """Move the accepted nodes next to what their rows have committed."""
+        ...
+
+
+class Room(NamedTuple):
+    """Where a pass writes new nodes, and how far it looks."""
+
+    seen: torch.Tensor  # [S] the numbers of the columns in use; none where a kernel attends
+    columns: torch.Tensor  # [N] that the pass writes
+    pending: int = 0  # nodes before them in the cache, of which only kernels ask
+    kernels: TreeKernels | None = None  # that attend, where there are some for so many nodes
+
+    def part(self, first: int, count: int) -> "Room":
+        """The room of a pass over `count` of these nodes, which follow `first` others."""
+        pending = self.pending if self.kernels is None else self.pending + first
+        return self._replace(columns=self.columns[first : first + count], pending=pending)
+
+
+class CacheView(NamedTuple):
+    """A cache as a pass is given it, which appends nodes and sees them by a mask."""
+
+    keys: Sequence[torch.Tensor]  # of each layer [B, H, capacity, D]
+    values: Sequence[torch.Tensor]  # as keys
+    lengths: torch.Tensor  # [B] committed positions
+    room: Room
+
+    def mask(
+        self, visible: torch.Tensor, made: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The bool mask [B, 1, N, S], or what the kernel takes in its place.
+
+        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees. `made`
+        may take the place of `visible_columns`.
+        """
+        room, (nodes, count) = self.room, visible.shape[1:]
+        first = room.columns[0] - (count - nodes)
+        if room.kernels is not None:
+            return room.kernels.sight(visible, self.lengths, first)
+        return (made or visible_columns)(visible, self.lengths, room.seen, first)
+
+    def opened(self) -> CacheColumns:
+        """The cache to append to, of a pass with such a mask."""
+        room = self.room
+        if room.kernels is not None:
+            return room.kernels.cache(self.keys, self.values, room.pending)
+        return CacheColumns(self.keys, self.values, room.columns, len(room.seen))
+
+
+# Dimensions, see `Dims`, with letters for the new nodes and for the columns that they see.
+def dims_of_room(nodes: str, seen: str = "S") -> tuple[Spec, ...]:
+    """The dimensions of a `Room`."""
+    return seen, nodes, None, None
+
+
+def dims_of_view(nodes: str, seen: str = "S") -> tuple[Spec, ...]:
+    """The dimensions of a `CacheView`."""
+    return "B . C .", "B . C .", "B", dims_of_room(nodes, seen)
+
+
 class ColumnCache:
     """Keys and values of all layers: what each row has committed, then what is pending.
 
-    A pass over N nodes asks for its `mask` and for its columns (`make_room`), which let the cache
-    grow where it must, and writes the nodes there. Then `commit` keeps a path of them, or
+    A pass over N nodes asks for a `view`, which lets the cache grow where it must, and writes the
+    nodes there. Then `commit` keeps a path of them, or
     `keep_pending` keeps all until a later `commit` or `discard`.
     """
 
-    def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns):
-        """`move` copies columns. `memory` is given where passes are recorded: the columns that they
-        see, and the capacity, then come from few sizes.
-        """
+    def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns):
+        """`move` copies columns; `memory` is where they lie, and knows which sizes passes want."""
         self.memory, self.move = memory, move
         self.stores: FreshStores | Lease | None = None  # what `keys` and `values` are made of
         self.keys: Layers = []
@@ -152,24 +248,33 @@ class ColumnCache:
         """
         assert self.lengths is not None
         end = self.longest + visible.shape[2]
-        width = self.seen(end)
+        width = self.memory.seen(end)
         self._ensure(width)
         # All nodes see all that is committed, so only the nodes' own part needs a table.
         if self.no_gaps and width == end:
             return pad(visible, (self.longest, 0), value=True)[:, None]
         return visible_columns(visible, self.lengths, self._numbers()[:width], self.longest)
 
-    def make_room(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns [S] that a pass over N new nodes sees, and those [N] that it writes."""
-        start = self.longest + self.pending
-        width = self.seen(start + num_nodes)
+    def view(self, num_nodes: int, kernels: TreeKernels | None = None) -> CacheView:
+        """What a pass over N new nodes is given; makes room for them, see `room`."""
+        assert self.lengths is not None
+        room = self.room(num_nodes, kernels)
+        return CacheView(self.keys, self.values, self.lengths, room)
+
+    def room(self, num_nodes: int, kernels: TreeKernels | None = None, skipped: int = 0) -> Room:
+        """Room for N new nodes after `skipped` columns.
+
+        With `kernels` these attend, where they take so many nodes.
+        """
+        start = self.longest + self.pending + skipped
+        width = self.memory.seen(start + num_nodes)
         self._ensure(width)
         numbers = self._numbers()
-        return numbers[:width], numbers[start : start + num_nodes]
-
-    def seen(self, end: int) -> int:
-        """Columns that a pass sees whose nodes end there."""
-        return end if self.memory is None else in_steps(end, BLOCK)
+        columns = numbers[start : start + num_nodes]
+        if kernels is not None and self.pending + num_nodes <= kernels.most_nodes:
+            # They read lengths: one graph serves any number of columns.
+            return Room(numbers[:0], columns, self.pending, kernels)
+        return Room(numbers[:width], columns)
 
     def _numbers(self) -> torch.Tensor:
         """The numbers of all columns, made once for each capacity."""
@@ -195,11 +300,8 @@ class ColumnCache:
 
     def _capacity(self, columns: int, rows: int) -> int:
         """Columns to allocate for each of so many rows where `columns` are wanted."""
-        if self.memory is None:
-            return rounded(columns, BLOCK)
         column = sum(rows * s.shape[1] * s.shape[3] * s.element_size() for s in self.states)
-        least = max(LEAST_RECORDED, self.memory.first_columns(column))
-        return in_steps(max(columns, least), BLOCK)
+        return self.memory.capacity(columns, column)
 
     def _new_stores(self, rows: int, capacity: int) -> FreshStores | Lease:
         """Zeroed memory for the keys of each layer, then for the values of each.
@@ -208,8 +310,6 @@ class ColumnCache:
         """
         old = self.states
         shapes = [(rows, states.shape[1], capacity, states.shape[3]) for states in old]
-        if self.memory is None:
-            return FreshStores(shapes, old[0])
         return self.memory.take(shapes, old[0])
 
     def keep_pending(self, num_nodes: int) -> None:
@@ -244,22 +344,13 @@ class ColumnCache:
         Without `longest` it is read from the device.
         """
         assert self.lengths is not None
-        if self.memory is None:
-            self.keys = [keys.index_select(0, rows) for keys in self.keys]
-            self.values = [values.index_select(0, rows) for values in self.values]
-        else:
-            self._keep_rows_in(self.memory, rows)
-        self.lengths = self.lengths[rows]
+        stores, count = self._new_stores(len(rows), self.keys[0].shape[2]), len(self.keys)
+        self.keys, self.values = (
+            [torch.index_select(states.detach(), 0, rows, out=stores[n]) for n, states in part]
+            for part in (enumerate(self.keys), enumerate(self.values, count))
+        )
+        self.stores, self.lengths = stores, self.lengths[rows]
         self.longest = int(self.lengths.max()) if longest is None else longest
-
-    def _keep_rows_in(self, memory: CacheMemory, rows: torch.Tensor) -> None:
-        """Go on with the rows [R] in memory of that size."""
-        old = self.states
-        lease = memory.take([(len(rows), *states.shape[1:]) for states in old], old[0])
-        for states, store in zip(old, lease.stores, strict=True):
-            torch.index_select(states, 0, rows, out=store)
-        count = len(self.keys)
-        self.keys, self.values, self.stores = lease.stores[:count], lease.stores[count:], lease
 
     def repeat_rows(self, rows: Sequence[int], first: int, num_nodes: int) -> None:
         """Row r goes on as a copy of row ``rows[r]``, in place.
@@ -409,11 +500,6 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A bool mask [...] as numbers that are added to attention scores: 0, or the least there is."""
     blocked = torch.finfo(dtype).min
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, blocked)
-
-
-def rounded(columns: int, block: int) -> int:
-    """The next multiple of `block`."""
-    return -(-columns // block) * block
 
 
 def grown(columns: int) -> int:

@@ -144,7 +144,7 @@ class OneWidthTarget(Target):
         """
         count = ids.shape[1]
         padding = -count % WIDTH
-        _, columns = cache.make_room(count + padding)
+        columns = cache.room(count + padding).columns
         ids, positions = pad(ids, (0, padding)), pad(positions, (0, padding))
         hidden = torch.finfo(mask.dtype).min
         mask = pad(mask, (0, padding, 0, padding), value=hidden)

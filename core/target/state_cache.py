@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import ColumnCache, Mover, move_columns
 from drafthead.core.target.tree_cache import Places, TreeCache
 
@@ -52,7 +52,7 @@ class RunningStates(NamedTuple):
 class StateCache(TreeCache):
     """Columns of attention layers, and the states of all others."""
 
-    def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns) -> None:
+    def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns) -> None:
         super().__init__(memory, move)
         self.numbers_of: dict[int, int] = {}  # which of `keys` belongs to a layer
         self.running = RunningStates({}, {})

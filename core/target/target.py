@@ -19,10 +19,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.backend import EAGER, Backend, TreeKernels, compiled_target, packed_target
+from drafthead.core.backend import EAGER, Backend, compiled_target, packed_target
 from drafthead.core.dims import Spec
 from drafthead.core.errors import UserError, first_line
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
+from drafthead.core.kv_cache.column_cache import TreeKernels
 from drafthead.core.target.architecture import (
     LAYER_NAMES,
     NORM_NAMES,
@@ -70,8 +71,7 @@ class Target:
 
     # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
     decoder_prompt: tuple[int, ...] = ()
-    # That of its caches where passes are recorded, which then want few shapes; None elsewhere.
-    memory: CacheMemory | None = None
+    memory: FreshMemory = FRESH  # of its caches
     in_bytes = False  # whether its matrices were rounded, and our kernels read bytes
     backend: Backend = EAGER
     kernels: TreeKernels | None = None  # of recorded passes, where they fit the model
@@ -504,10 +504,6 @@ class Target:
         ids = torch.cat([before.expand(len(answers), -1), answers], dim=1)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
-
-    def kernels_for(self, nodes: int) -> TreeKernels | None:
-        """The kernels for passes over so many nodes; None where there are none."""
-        return None if self.kernels is None or nodes > self.kernels.most_nodes else self.kernels
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
         """What `run` takes as the mask of a pass over N new nodes; makes room for them.

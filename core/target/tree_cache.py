@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache
 
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import (
     CacheColumns,
+    CacheView,
     ColumnCache,
     Mover,
     additive,
@@ -39,6 +41,14 @@ class StepCache(CacheColumns, Cache):
         Cache.__init__(self, layers=[])
         self.places = {number: place for place, number in enumerate(numbers or range(len(keys)))}
 
+    @classmethod
+    def of(cls, view: CacheView, numbers: Sequence[int] | None = None) -> "StepCache":
+        """The cache of a view, or what a kernel takes in its place."""
+        room = view.room
+        if room.kernels is not None:
+            return cast(StepCache, view.opened())
+        return cls(view.keys, view.values, room.columns, len(room.seen), numbers)
+
     def update(
         self,
         key_states: torch.Tensor,  # [B, H, T, Dk]
@@ -62,7 +72,7 @@ class StepCache(CacheColumns, Cache):
 class TreeCache(ColumnCache, Cache):
     """Keys and values of a target: a pass over the prompts, `commit_prompt`, then trees."""
 
-    def __init__(self, memory: CacheMemory | None = None, move: Mover = move_columns) -> None:
+    def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns) -> None:
         ColumnCache.__init__(self, memory, move)
         Cache.__init__(self, layers=[])
         self.prompt_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -84,7 +94,7 @@ class TreeCache(ColumnCache, Cache):
         end = start + key_states.shape[-2]
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
-        seen = self.seen(end)
+        seen = self.memory.seen(end)
         return keys[:, :, :seen], values[:, :, :seen]
 
     def places(self, layers: Sequence[int], tokens: int) -> Places:
@@ -101,7 +111,7 @@ class TreeCache(ColumnCache, Cache):
         """Columns that a pass over `query_length` nodes sees, and where they start."""
         if not self.keys:
             return query_length, 0  # `update` returns the states as they come
-        return self.seen(self.longest + self.pending + query_length), 0
+        return self.memory.seen(self.longest + self.pending + query_length), 0
 
     def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
         """Take over the prompt pass: lengths [B], `longest` their maximum.

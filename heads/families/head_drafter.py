@@ -1,19 +1,18 @@
 """A trained head as a drafter, and which class of drafter serves which class of head."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch.nn.attention.bias import CausalBias
 
-from drafthead.core.backend import EAGER, Backend, TreeKernels, backend_for
+from drafthead.core.backend import EAGER, Backend, backend_for
 from drafthead.core.coupling import Choice
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import CacheMemory
-from drafthead.core.kv_cache.column_cache import CacheColumns, visible_columns
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
+from drafthead.core.kv_cache.column_cache import TreeKernels, visible_columns
 from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, largest
 from drafthead.core.target.target import Target
 from drafthead.core.target.weight_state import state_of
@@ -69,7 +68,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.largest, self.visible_columns, self.best_tree = largest, visible_columns, best_tree
         self.features = head.features_needed
         self.backend: Backend = EAGER
-        self.memory: CacheMemory | None = None  # of its caches, where compiled passes are recorded
+        self.memory: FreshMemory = FRESH  # of its caches
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
         usual = tuple(path for path in head.usual_paths if max(path) < self.num_guesses)
         self.trees = StaticTrees(head.path_counts, head.depth, shape, usual)
@@ -85,46 +84,11 @@ class HeadDrafter(Drafter, Generic[Head]):
         """Return what compiled drafting reads beside its arguments, see `Backend`."""
         return self.head, self.target.model, *frequencies_in(self.head)
 
-    def visible_to(
-        self,
-        visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
-        lengths: torch.Tensor,  # [B] committed positions
-        seen: torch.Tensor,  # [S] the numbers of the columns in use
-        first: torch.Tensor,  # [] column of the first of the M nodes
-    ) -> torch.Tensor:
-        """The mask of a pass, see `visible_columns`, or what the kernel takes in its place."""
-        if self.kernels is not None and visible.shape[2] <= self.kernels.most_nodes:
-            return self.kernels.sight(visible, lengths, first)
-        return self.visible_columns(visible, lengths, seen, first)
-
-    def told(self, seen: torch.Tensor, nodes: int) -> torch.Tensor:
-        """What of the numbers [S] of columns a recorded pass is given that sees so many nodes.
-
-        None of them where the kernel reads lengths: one recording serves all of these.
-        """
-        return seen[:0] if self.kernels is not None and nodes <= self.kernels.most_nodes else seen
-
     def is_prompt(self, cache: DraftCache, positions: int) -> bool:
         """Whether so many positions are read as prompts are: the first ones, and where calls are
         recorded any that are many.
         """
-        return cache.is_empty or (self.memory is not None and positions > LONG)
-
-    def columns_of(
-        self,
-        keys: Sequence[torch.Tensor],  # of each layer [B, H, capacity, D]
-        values: Sequence[torch.Tensor],
-        columns: torch.Tensor,  # [N] that the pass writes
-        mask: torch.Tensor,  # of `visible_to`, or of positions that are the last of all columns
-        pending: int,
-    ) -> CacheColumns:
-        """The cache as a pass sees it that has this mask, after so many pending nodes."""
-        if isinstance(mask, CausalBias):
-            return CacheColumns(keys, values, columns, mask.seq_len_kv)
-        if mask.dtype == torch.int64:
-            assert self.kernels is not None
-            return self.kernels.cache(keys, values, pending)
-        return CacheColumns(keys, values, columns, mask.shape[-1])
+        return cache.is_empty or (self.memory.is_recorded and positions > LONG)
 
     def prepare(self, target: Target | None) -> None:
         """Draft from now on as this target's passes run: by our kernels, compiled or recorded."""

@@ -13,7 +13,7 @@ import torch
 
 from drafthead.core.drafting.drafter import Committed, DraftSession
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FreshMemory
 from drafthead.core.target.features import Features
 
 # Positions that are not worth cutting off: to read them all costs as much as to read one.
@@ -56,8 +56,8 @@ class LateReader(DraftSession):
 
     row_state: ClassVar[tuple[str, ...]] = ("unread", "roots")
 
-    def __init__(self, memory: CacheMemory | None) -> None:
-        """`memory` is that of the session's caches: where it is given, few shapes are wanted."""
+    def __init__(self, memory: FreshMemory) -> None:
+        """`memory` is that of the session's caches."""
         self.memory = memory
         self.unread = Unread()
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
@@ -79,8 +79,7 @@ class LateReader(DraftSession):
         committed = self.unread.take()
         if committed is None:
             return None
-        parts = committed.chunks()
-        *earlier, last = parts if self.memory is None else map(Committed.padded, parts)
+        *earlier, last = (part.sized(self.memory) for part in committed.chunks())
         for part in earlier:
             self.read(part)
         self.roots = committed.ends.roots

@@ -68,23 +68,32 @@ class GrowingTree:
         `reached[d]` is the chance that one of the texts is right to depth d + 1. A node has its
         share of it by weight, so a child never more than its parent. Of texts ``b c`` with weight 2
         and ``b d`` and ``e`` with weight 1, three nodes are b, c under it, and d or e.
+
+        What may follow a node is looked up when the most that it can promise is next in turn.
         """
-        heap: list[tuple[float, int, int, int, Following]] = []
-        order = 0  # of equal weights the first goes first
+        # Negated chance, order (of equal chances the first goes first), a node, and the token to
+        # add under it with what it begins; no token where the node's children are not known yet.
+        heap: list[tuple[float, int, int, int | None, Following]] = []
+        order = 0
 
-        def open_children(parent: int, above: Following) -> None:
+        def push(above: int, token: int | None, following: Following) -> None:
             nonlocal order
-            for token, child in above.children.items():
-                order += 1
-                heapq.heappush(heap, (-child.weight, order, parent, token, child))
+            order += 1
+            # Of no texts at all the weight is 0.
+            chance = following.weight and following.weight / root.weight
+            chance *= reached[self.depth(above)]
+            heapq.heappush(heap, (-chance, order, above, token, following))
 
-        open_children(0, root)
+        push(0, None, root)
         while heap and len(self) < nodes:
-            _, _, parent, token, child = heapq.heappop(heap)
-            chance = child.weight / root.weight * reached[self.depth(parent)]
-            node = self.add(parent, token, math.log(chance) if chance > 0 else -math.inf)
+            chance, _, above, token, following = heapq.heappop(heap)
+            if token is None:
+                for child, after in following.children.items():
+                    push(above, child, after)
+                continue
+            node = self.add(above, token, math.log(-chance) if chance < 0 else -math.inf)
             if self.depth(node) < depth:
-                open_children(node, child)
+                push(node, None, following)
 
     def best(self, nodes: int) -> GuessTree:
         """The tree of the `nodes` best nodes, see `GuessTree.best`."""

@@ -6,17 +6,17 @@ from typing import cast
 import torch
 from torch import nn
 
-from drafthead.core.drafting.drafter import LateTokens
+from drafthead.core.drafting.drafter import Committed, LateTokens
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import CacheMemory
-from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
+from drafthead.core.kv_cache.column_cache import CacheView, ColumnCache, Room, TreeKernels
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 
 class DraftCache(ColumnCache):
     """A cache whose rows keep the first of their pending nodes."""
 
-    def __init__(self, layers: Iterable[nn.Module], rows: int, memory: CacheMemory | None = None):
+    def __init__(self, layers: Iterable[nn.Module], rows: int, memory: FreshMemory = FRESH):
         """An empty cache for layers that know their `cache_sizes`, or whose `self_attn` does.
 
         `memory` as for `ColumnCache`.
@@ -60,22 +60,20 @@ class DraftCache(ColumnCache):
             path = torch.arange(self.pending, device=counts.device).expand(len(counts), -1)
         self.advance(self.lengths + counts, host_counts, path)
 
-    def room_after(
-        self, host_counts: Sequence[int], positions: int, drafted: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Columns of a pass that commits positions and drafts after them; makes room for both.
+    def view_and_room(
+        self, committed: Committed, drafted: int, kernels: TreeKernels | None = None
+    ) -> tuple[CacheView, Room]:
+        """The view of a pass that commits T positions, and room for N tokens that it drafts after.
 
-        Columns [T] for as many positions, of which each row keeps the first of its count; columns
-        [N] for as many drafted tokens, which may overwrite what no row keeps; and those [S] that
-        the drafted tokens see. With 5 committed, counts (2, 1), 4 positions and 3 drafted tokens:
-        5 to 8, then 7 to 9, and 0 to 9.
+        Each row keeps the first of the positions, and the tokens may overwrite what no row keeps.
+        With 5 committed, bounds (2, 1), 4 positions and 3 drafted tokens, columns 5 to 8 are
+        written first, then 7 to 9, which see 0 to 9.
         """
-        start = self.longest
-        self.make_room(positions + drafted)
-        after = max(map(sum, zip(self.host_lengths, host_counts, strict=True)))
-        numbers = self._numbers()
-        seen = numbers[: self.seen(after + drafted)]
-        return numbers[start : start + positions], numbers[after : after + drafted], seen
+        count = committed.tokens.shape[1]
+        self._ensure(self.memory.seen(self.longest + count + drafted))
+        kept = max(map(sum, zip(self.host_lengths, committed.bounds, strict=True)))
+        room = self.room(drafted, kernels, skipped=kept - self.longest)
+        return self.view(count, kernels), room
 
     def advance(
         self,

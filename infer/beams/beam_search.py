@@ -164,7 +164,7 @@ class BeamStepper(Stepper):
         session.commit(read.chosen(rows).committed(self.roots, first_tokens))
         return session
 
-    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+    def step_in_calls(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
         stats = self.run.stats
         tree, output = self.scored(proposal)
         with stats.phase("accept"):

@@ -151,7 +151,7 @@ class DraftModelSession(LevelSession):
             # Where layers carry a running state, one is kept for each token of a pass.
             is_plain = self.model.stateful_layers is None
             for part in committed.chunks() if is_plain else committed.chunks(MOST_STATES):
-                self.logits = self._read(part if self.model.memory is None else part.padded())
+                self.logits = self._read(part.sized(self.model.memory))
 
     def _read(self, committed: Committed) -> torch.Tensor:
         """Read and commit tokens; returns the logits [B, V] after the last one of each row."""

@@ -224,6 +224,11 @@ class LookupSession(DraftSession):
         found = self.guesses(budget, follows)
         return found.tree() if budget.depth else found
 
+    def ask(self, drafter: Lookup) -> None:
+        """Draft by another lookup of the same tokens from now on."""
+        if drafter is not self.drafter:
+            self.drafter, self.last = drafter, None
+
     def guesses(self, budget: Budget, follows: bool) -> Guesses:
         """Each row's tree within a budget; `follows` as for `Lookup.guess`."""
         if budget.depth == 0 and self.last is not None:

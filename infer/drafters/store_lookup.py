@@ -24,6 +24,10 @@ DEPTH = 10  # tokens after a place that are read
 PLACES = 4  # of one n-gram that are remembered, the latest
 TREE_FOR_ONE = 4  # nodes of a tree for each token of its likeliest path
 LIMIT = 200_000  # tokens that are remembered, at most
+# Of what a table expects of the next token, the share that comes true where lookup expects another
+# one: counts overrate what was seen a few times. In answers of SmolLM2-135M to 40 prompts of nine
+# kinds, trees of 3 to 15 nodes were accepted best by a half.
+TRUE_SHARE = 0.5
 NOTHING_LEARNT = MatchRecord()
 
 Place = tuple[list[int], int]  # a text, which may still grow, and a position in it
@@ -130,8 +134,8 @@ class StoreLookup(Lookup):
         is drafted. It must not depend on earlier answers, which are then left out, and neither on
         what they taught of matches.
         """
-        tree, depth = GrowingTree(), min(depth, DEPTH)
-        own = past.continuation(min(nodes, depth), LEAST_NGRAM)
+        tree = GrowingTree()
+        own, depth = past.continuation(min(nodes, depth), LEAST_NGRAM), min(depth, DEPTH)
         matches = self.matches if follows else NOTHING_LEARNT
         scores = matches.log_chances(past.matched(LEAST_NGRAM), len(own))
         tree.add_tree(GuessTree.chain(own, scores))
@@ -140,8 +144,7 @@ class StoreLookup(Lookup):
             found = NOTHING_LEARNT.log_chances(max(1, self.earlier.matched(past.tokens)), depth)
             tree.add_heaviest(counted, [*map(math.exp, found)], len(tree) + nodes, depth)
         if self.table is not None:
-            expected = self.table.after(past.tokens)
-            tree.add_heaviest(expected, [1.0] * depth, len(tree) + nodes, depth)
+            add_expected(tree, self.table, past, len(tree) + nodes, depth)
         return tree.best(nodes)
 
     def learn(self, past: History) -> None:
@@ -163,6 +166,14 @@ class LookupChains(StoreLookup):
             path.append(likeliest[node])
             node = path[-1] + 1  # the root is node 0
         return GuessTree.chain([tree.tokens[n] for n in path], [tree.scores[n] for n in path])
+
+
+def add_expected(
+    tree: GrowingTree, table: NgramTable, past: History, nodes: int, depth: int
+) -> None:
+    """Add what a table expects after a row's past until there are `nodes` nodes, to a depth."""
+    true = [TRUE_SHARE ** (place + 1) for place in range(depth)]
+    tree.add_heaviest(table.after(past.tokens), true, nodes, depth)
 
 
 def load_table(folder: Path, vocabulary: str) -> NgramTable:

@@ -27,7 +27,7 @@ import torch
 
 from drafthead.core.host import to_host
 from drafthead.core.trees.tree import UNMEASURED_ALPHA
-from drafthead.infer.engine.draft_acceptance import FIRST_WEIGHT, MEMORY, Calibration
+from drafthead.infer.planning.draft_acceptance import FIRST_WEIGHT, MEMORY, Calibration
 
 STOP_WEIGHT = 0.1  # of a level that was not drafted, as which the first belief counts again
 

@@ -6,9 +6,16 @@ such a length were right. A tree takes the best of all, so a long match fills it
 hardly costs the head a node. And where lookup has found much again, a tree of lookup alone costs no
 pass of a head at all: the planner learns when that is better (suffix decoding, Oliaro et al., 2024,
 arXiv 2411.04975, decides it by a threshold).
+
+A table of n-grams is another matter. A head that was trained on the same answers knows what they
+say: of 3,145 tokens that a table expected and the shipped head did not, 14 were right, where the
+counts promised 361. So beside a drafter's own tree a table is asked at one step of 16, as long as
+what it alone expects does not come true; and likewise for trees of lookup alone, while those with
+the table are not accepted. See `TableUse`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -28,7 +35,48 @@ from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
 from drafthead.infer.drafters import lookup_on_device as on_device
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
-from drafthead.infer.drafters.store_lookup import LEAST_NGRAM, StoreLookup
+from drafthead.infer.drafters.ngram_table import NgramTable
+from drafthead.infer.drafters.store_lookup import DEPTH, LEAST_NGRAM, StoreLookup, add_expected
+
+FIRST_SHARE, FIRST_EXPECTED = 0.05, 4.0  # what is believed at first, and as how many tokens
+KEPT = 1 - 1 / 64  # of what was learnt, at each step with a table
+LEAST_SHARE = 0.25  # with less a table takes no node of a draft, and asking it takes time
+STEPS_WITHOUT = (
+    16  # for so many steps a table is asked that brings nothing, and then at one of them
+)
+
+
+class TableUse:
+    """What a table of n-grams brings beside a drafter, and whether it is worth asking.
+
+    Several threads may teach it; if one addition overwrites another, little is lost.
+    """
+
+    def __init__(self) -> None:
+        # Of the tokens that the table expects and the drafter does not: their sum, and right ones.
+        self.expected = self.right = 0.0
+        self.steps = 0  # with a draft of the drafter's, since the table was asked
+        self.refused = 0  # steps in a row at which no tree of lookup alone was accepted
+
+    @property
+    def share(self) -> float:
+        """The share of what the table alone expects that comes true, in (0, 1]."""
+        first = FIRST_SHARE * FIRST_EXPECTED
+        return min(1.0, (self.right + first) / (self.expected + FIRST_EXPECTED))
+
+    def is_due(self, alone: bool) -> bool:
+        """Whether the table is asked at this step, `alone` for a tree of lookup alone."""
+        if alone:
+            return self.refused < STEPS_WITHOUT or self.refused % STEPS_WITHOUT == 0
+        self.steps += 1
+        due = self.share >= LEAST_SHARE or self.steps >= STEPS_WITHOUT
+        self.steps = 0 if due else self.steps
+        return due
+
+    def add(self, chances: Mapping[int, float], token: int) -> None:
+        """Record the tokens that the table alone expected, and the one that came."""
+        self.expected = KEPT * self.expected + sum(chances.values())
+        self.right = KEPT * self.right + (token in chances)
 
 
 class WithLookup(Drafter):
@@ -40,20 +88,26 @@ class WithLookup(Drafter):
     """
 
     def __init__(self, drafter: Drafter, stored: StoreLookup | None = None):
-        self.drafter = drafter
+        self.drafter, self.stored = drafter, stored
         self.features = drafter.features
         most = max(budget.nodes for budget in drafter.budgets)
-        self.lookup: Lookup = stored or PromptLookup(most - 1, LEAST_NGRAM)
+        self.table = None if stored is None else stored.table
+        self.table_use = TableUse()
+        earlier = None if stored is None else stored.earlier
+        own = PromptLookup(most - 1, LEAST_NGRAM)
+        self.lookup: Lookup = own if earlier is None else StoreLookup(None, earlier)
+        if stored is not None:
+            stored.matches = self.lookup.matches  # both learn from the same text
         self.budgets = (*free_budgets(most), *drafter.budgets)
         self.on_device = False
 
     def __repr__(self) -> str:
-        return f"{self.drafter} with {self.lookup}"
+        return f"{self.drafter} with {self.stored or self.lookup}"
 
     def compile(self, target: Target | None = None) -> None:
         self.drafter.compile(target)
-        if target is None or target.memory is None or isinstance(self.lookup, StoreLookup):
-            return  # a table of n-grams is on the host
+        if target is None or not target.memory.is_recorded or self.stored is not None:
+            return  # what is stored is on the host
         self.on_device = isinstance(self.drafter, HeadDrafter) and self.drafter.on_device
         if self.on_device:
             compile, functions = target.backend.compile, on_device
@@ -75,8 +129,12 @@ class WithLookupSession(DraftSession):
         self.drafter = drafter
         self.session = drafter.drafter.start(prompts, lengths)
         self.lookup = drafter.lookup.start(prompts, lengths)
+        self.by_table: list[dict[int, float]] = []  # see `TableUse.add`, of each row
+        self.is_free = False  # the last draft, of lookup alone
 
     def commit(self, committed: Committed) -> None:
+        if self.drafter.table is not None:
+            self._learn_of_table(committed)
         self.session.commit(committed)
         self.lookup.commit(committed)
 
@@ -86,14 +144,62 @@ class WithLookupSession(DraftSession):
         Where lookup takes part a draft does not stop early: nodes that it leaves free are lookup's,
         and a step with them is none of the drafter's smaller sizes.
         """
-        if budget.depth == 0:
-            return self.lookup.propose(budget, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
+        self.is_free = budget.depth == 0
+        table = self.drafter.table if follows else None
+        if table is not None and not self.drafter.table_use.is_due(self.is_free):
+            table = None
+        if self.is_free:
+            with_table = self.drafter.stored if table is not None else None
+            self.lookup.ask(with_table or self.drafter.lookup)
+            return self.lookup.propose(budget, sampling, random)
+        self.lookup.ask(self.drafter.lookup)
         found = self.lookup.guesses(free_budget(budget.nodes), follows) if follows else None
-        if found is None or found.num_nodes == 1:
+        if found is None or (found.num_nodes == 1 and table is None):
             return self.session.propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
-        return merged(tree, found.trees, budget.nodes)
+        guesses = found.trees
+        if table is not None:
+            guesses = self._with_table(table, tree, guesses, budget.nodes - 1)
+        return merged(tree, guesses, budget.nodes)
+
+    def _learn_of_table(self, committed: Committed) -> None:
+        """Record what became of the last draft, if it was one with rows of this batch."""
+        use, new = self.drafter.table_use, committed.new_tokens
+        if len(self.by_table) == len(new):
+            for chances, tokens in zip(self.by_table, new, strict=True):
+                if chances and tokens:
+                    use.add(chances, tokens[0])
+        accepted = self.is_free and any(len(tokens) > 1 for tokens in new)
+        use.refused = 0 if accepted else use.refused + 1
+        self.by_table, self.is_free = [], False
+
+    def _with_table(
+        self, table: NgramTable, tree: TokenTree, guesses: Sequence[GuessTree], nodes: int
+    ) -> list[GuessTree]:
+        """Guesses with what a table expects, by the share of it that has come true."""
+        log_share = math.log(self.drafter.table_use.share)
+        parts = to_host(torch.stack([tree.tokens, tree.parents], dim=1))
+        both = []
+        for past, guess, (tokens, parents) in zip(
+            self.lookup.histories, guesses, parts, strict=True
+        ):
+            expected, grown = GrowingTree(), GrowingTree()
+            add_expected(expected, table, past, nodes, DEPTH)
+            drafted = {*first_tokens(tokens, parents), *first_tokens(guess.tokens, guess.parents)}
+            of_table = expected.tree
+            self.by_table.append(
+                {
+                    of_table.tokens[node]: math.exp(of_table.scores[node])
+                    for node, parent in enumerate(of_table.parents)
+                    if parent == 0 and of_table.tokens[node] not in drafted
+                }
+            )
+            grown.add_tree(guess)
+            scores = [score + log_share for score in of_table.scores]
+            grown.add_tree(replace(of_table, scores=scores))
+            both.append(grown.tree)
+        return both
 
 
 class LookupOnDevice(WithLookupSession, OnDevice):
@@ -162,6 +268,11 @@ class LookupOnDevice(WithLookupSession, OnDevice):
     def cut(self, length: int) -> None:
         self.settle()
         super().cut(length)
+
+
+def first_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The tokens of nodes right under the root, node 0."""
+    return [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
 
 
 def learns_answers(drafter: Drafter | None) -> bool:

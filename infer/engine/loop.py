@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import Emitted
-from drafthead.infer.engine.planner import Planner
 from drafthead.infer.engine.prefill import prefill_drafter
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.planning.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -62,23 +61,13 @@ def read_prompts(
 
 def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:
     """One step, which verifies what the planner keeps of the drafts that it asks for."""
-    run, propose = stepper.run, partial(stepper.propose, session)
+    run = stepper.run
+    # The clock starts before the draft: a size is judged by all that it costs.
     with run.stats.step() as elapsed:
-        launched, stepper.ahead = stepper.ahead, None
-        if launched is None:
+        if stepper.ahead is None:
             run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
             planner.meet(run.rows, run.columns, run.sampling)
-            # The clock has started before the draft: a size is judged by all that it costs.
-            proposal = planner.draft(propose)
-        if not stepper.in_one_call:
-            emitted = stepper.step(session, proposal)
-        else:
-            launched = launched or stepper.launch(proposal)
-            # Before the tokens are read: the device has work while the host thinks.
-            if planner.knows_next and stepper.leads_on(session, launched):
-                stepper.lead_on(session, launched)
-                stepper.ahead = stepper.launch(planner.draft(propose, ahead=True))
-            emitted = stepper.finish(session, launched)
+        emitted = stepper.step(session, planner)
         planner.learn(run.last_lengths, elapsed())
         # Only at the end of a batch is anything written to the disk.
         if not run.batch.running:

@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, Ends, LateTokens
 from drafthead.core.host import Arriving
-from drafthead.core.kv_cache.cache_memory import power_of_two
-from drafthead.core.kv_cache.column_cache import Layers, additive, move_columns, visible_columns
+from drafthead.core.kv_cache.column_cache import CacheView, additive, dims_of_view, move_columns
 from drafthead.core.sampling import NO_TOKEN, draw, most_probable
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.hooks import Taps
@@ -182,11 +181,7 @@ STEP: dict[str, Spec] = {
     "parents": "B N",
     "depths": "B N",
     "ancestors": "B N N",
-    "lengths": "B",
-    "seen": "S",
-    "columns": "N",
-    "keys": "B . C .",
-    "values": "B . C .",
+    "view": dims_of_view("N"),
     "draws": ("B .", "B N"),
 }
 
@@ -203,7 +198,6 @@ class StepFunction:
 
     def __init__(self, target: Target, features: FeatureSpec, filler: TokenFiller):
         self.target, self.filler = target, filler
-        self.few_sizes = target.memory is not None  # trees are filled up to a power of two
         self.taps = Taps(target, features)
         dims = STEP | {"arguments": filler.dims}
         reads = features, filler.tokens, filler.dims, filler.reads
@@ -222,11 +216,7 @@ class StepFunction:
         how long the path is.
         """
         proposed = recipe.num_nodes
-        if self.few_sizes:
-            recipe = recipe.padded(power_of_two(recipe.num_nodes))
-        seen, columns = cache.make_room(recipe.num_nodes)
-        if self.target.kernels_for(recipe.num_nodes) is not None:
-            seen = cache.numbers[:0]  # kernels read lengths: one graph for all of them
+        recipe = recipe.padded(self.target.memory.size(proposed))
         if draws is not None:
             # One graph serves trees of all depths: it takes as many numbers as the tree has nodes.
             unused = recipe.num_nodes - draws.keys.shape[1]
@@ -238,11 +228,7 @@ class StepFunction:
             recipe.parents,
             recipe.depths,
             recipe.ancestors,
-            cache.lengths,
-            seen,
-            columns,
-            cache.keys,
-            cache.values,
+            cache.view(recipe.num_nodes, self.target.kernels),
             draws,
             filtered,
         )
@@ -254,32 +240,25 @@ class StepFunction:
         parents: torch.Tensor,  # [B, N]
         depths: torch.Tensor,  # [B, N]
         ancestors: torch.Tensor,  # [B, N, N]
-        lengths: torch.Tensor,  # [B] committed positions
-        seen: torch.Tensor,  # [S] the numbers of the columns in use
-        columns: torch.Tensor,  # [N] that the nodes are written to
-        keys: Layers,  # of each layer [B, H, capacity, D]
-        values: Layers,
+        view: CacheView,  # N columns
         draws: Draws | None,
         filtered: bool,
     ) -> StepResult:
         """The traced function; its results have one place for each node, whatever the depth."""
         # Within the graph, so that a small draft costs no call of its own.
         tokens = self.filler.tokens(*arguments)  # [B, N]
-        if self.few_sizes:
+        if self.target.memory.is_recorded:
             # Filled up with zeros until here, and 0 is a token that could be right.
             tokens = tokens.masked_fill(parents == NO_NODE, NO_NODE)
+        lengths, columns, kernels = view.lengths, view.room.columns, view.room.kernels
         positions = self.target.legal_positions(lengths[:, None] + depths)
-        kernels = self.target.kernels_for(tokens.shape[1])
         mask: LayerMasks
         if kernels is None:
-            visible = visible_columns(ancestors, lengths, seen, columns[0])
-            mask = additive(visible, self.target.dtype)
-            cache = StepCache(keys, values, columns, seen.shape[0])
+            mask = additive(view.mask(ancestors), self.target.dtype)
         else:
             mask = kernels.masks(ancestors, lengths, columns[0])
-            cache = kernels.cache(keys, values)
         # Padding is embedded as token 0; being no real token, it is never accepted.
-        logits = self.target.forward(tokens.clamp_min(0), positions, mask, cache)
+        logits = self.target.forward(tokens.clamp_min(0), positions, mask, StepCache.of(view))
         features = self.taps.features()
         # As deep as so many nodes can be: one graph then serves trees of all depths.
         most = tokens.shape[1] - 1
@@ -290,10 +269,11 @@ class StepFunction:
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             places = lengths[:, None] + steps
             if kernels is not None:
-                kernels.commit([*keys, *values], path, length, lengths, columns[0])
+                states = [*view.keys, *view.values]
+                kernels.commit(states, path, length, lengths, columns[0])
             else:  # columns after the path stay where they are
                 source = torch.where(steps < length[:, None], columns[path], places)
-                self.move(keys, values, source, places)
+                self.move(view.keys, view.values, source, places)
         return settled(tree, accepted, features, lengths)
 
     def _target_tokens(
@@ -315,11 +295,10 @@ class StepFunction:
         parents: torch.Tensor,  # [B, N]
         depths: torch.Tensor,  # [B, N]
         ancestors: torch.Tensor,  # [B, N, N]
-        lengths: torch.Tensor,
-        seen: torch.Tensor,  # [S]
+        view: CacheView,
         *_: object,
     ) -> tuple[bool, ...]:
         """Whether rows share their tables, and which layers look at a part of the columns only."""
         shared = (table.stride(0) == 0 for table in (parents, depths, ancestors))
-        cut = (seen.shape[0] > kind.reach for kind in self.target.layer_kinds)
+        cut = (len(view.room.seen) > kind.reach for kind in self.target.layer_kinds)
         return *shared, *cut

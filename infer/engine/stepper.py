@@ -6,6 +6,7 @@ and rule are calls of their own. A step without a draft is a tree of the root al
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,7 +14,6 @@ from drafthead.core.coupling import NextDraws
 from drafthead.core.drafting.drafter import Committed, DraftSession, Ends, OnDevice
 from drafthead.core.drafting.row_state import joined
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import power_of_two
 from drafthead.core.sampling import RowSampling, most_probable, probabilities, race
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target, TargetOutput
@@ -24,6 +24,7 @@ from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill
 from drafthead.infer.engine.step import Draws, Launched, Outcome, StepFunction, settled
+from drafthead.infer.planning.planner import Planner
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier, rule_of_rows
 
@@ -183,10 +184,20 @@ class Stepper:
             self.run.record.add(numbers, sampling, logits[:, None], scores[:, None], own)
         return tokens
 
-    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
-        """Verify what the session has proposed, if anything, and commit."""
-        if self.in_one_call:
-            return self.finish(session, self.launch(proposal))
+    def step(self, session: DraftSession, planner: Planner) -> Emitted:
+        """Propose a tree, verify it, commit; where the device can, it begins the next step too."""
+        draft = partial(planner.draft, partial(self.propose, session))
+        if not self.in_one_call:
+            return self.step_in_calls(session, draft())
+        launched, self.ahead = self.ahead or self.launch(draft()), None
+        # Before the tokens are read: the device has work while the host thinks.
+        if planner.knows_next and self.leads_on(session):
+            self.lead_on(session, launched)
+            self.ahead = self.launch(draft(ahead=True))
+        return self.finish(session, launched)
+
+    def step_in_calls(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+        """Verify what the session has proposed, if anything, and commit, each in a call."""
         return self.take(session, self.verified(proposal))
 
     def launch(self, proposal: Proposal | None) -> Launched:
@@ -199,12 +210,12 @@ class Stepper:
             verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
             return verify(recipe, self.cache, draws, self.run.sampling.whole)
 
-    def leads_on(self, session: DraftSession, launched: Launched) -> bool:
+    def leads_on(self, session: DraftSession) -> bool:
         """Whether the next step can be asked for while the host does not know this one's tokens.
 
         That is so where calls are recorded.
         """
-        if self.target.memory is None or not isinstance(session, OnDevice):
+        if not (self.target.memory.is_recorded and isinstance(session, OnDevice)):
             return False
         rows = self.run.batch.running_rows()
         return any(row.active and len(row.tokens) + 1 < row.limit for row in rows)
@@ -360,7 +371,7 @@ class Stepper:
         Where passes are recorded a power of two stays. Idle rows that have become longer than all
         others go on as copies of the shortest of these.
         """
-        places = self.run.drop_idle(int if self.target.memory is None else power_of_two)
+        places = self.run.drop_idle(self.target.memory.size)
         if places is None:
             active = [row.active for row in self.run.batch.running_rows()]
             places = shortened(self.lengths, active)
@@ -375,8 +386,8 @@ class Stepper:
         Where steps are recorded each number of rows would ask for recordings of its own.
         """
         rows = len(self.lengths)
-        missing = power_of_two(rows) - rows
-        if not missing or self.target.memory is None or not self.in_one_call:
+        missing = self.target.memory.size(rows) - rows
+        if not missing or not self.in_one_call:
             return 0
         places = [*range(rows), *[min(range(rows), key=self.lengths.__getitem__)] * missing]
         self.run.add_idle(places[rows:])

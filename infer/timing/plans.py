@@ -22,15 +22,15 @@ from drafthead.core.storage.disk_cache import cache_folder, read_cached, write_c
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.draft_acceptance import Table, is_tree
-from drafthead.infer.engine.planner import (
+from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.planning.draft_acceptance import Table, is_tree
+from drafthead.infer.planning.planner import (
     DEFAULT_SETTINGS,
     AdaptivePlan,
     PlannedDecoding,
     Planner,
 )
-from drafthead.infer.engine.step_costs import StepCosts, guessed_node
-from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.planning.step_costs import StepCosts, guessed_node
 from drafthead.infer.verifiers import Verifier, rule_of_rows
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.draft_acceptance import Size
 from drafthead.infer.engine.loop import decode
-from drafthead.infer.engine.planner import Planner, Propose
-from drafthead.infer.engine.step_costs import StepCosts
 from drafthead.infer.engine.stepper import Stepper
+from drafthead.infer.planning.draft_acceptance import Size
+from drafthead.infer.planning.planner import Planner, Propose
+from drafthead.infer.planning.step_costs import StepCosts
 from drafthead.infer.request.request import Request
 from drafthead.infer.timing.plans import Plans, StepKind
 from drafthead.infer.verifiers import Verifier

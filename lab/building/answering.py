@@ -48,7 +48,7 @@ def rows_at_once(decoder: Decoder) -> int:
     two of those whose caches free memory holds.
     """
     target = decoder.target
-    if target.memory is None:
+    if not target.memory.is_recorded:
         return BATCH
     decoder.generate([[0]], max_new_tokens=1)  # makes the smallest cache, and records nothing
     fit = free_memory(target.device) // (COPIES * target.memory.most_in_use)

@@ -33,7 +33,7 @@ class PlainMethod(Method):
 class PlainStepper(Stepper):
     """One token of each row a pass."""
 
-    def step(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+    def step_in_calls(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
         assert proposal is None, "the oracle never drafts"
         self.run.stats.verified_nodes += 1
         committed = self.feed_roots()

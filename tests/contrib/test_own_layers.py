@@ -21,7 +21,7 @@ from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.contrib.own_layers.part import part_of
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.hooks import hook_lock
@@ -209,6 +209,6 @@ def test_a_part_on_a_gpu_is_recorded_with_masks(monkeypatch) -> None:
     names = "model", "tokenizer", "dtype", "in_bytes", "numbers"
     there = {name: getattr(part, name) for name in names} | {"device": torch.device("cuda")}
     monkeypatch.setattr(TreeKernels, "for_model", lambda *_: object())
-    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: None)  # which asks the device
+    monkeypatch.setattr(CacheMemory, "on", lambda _: FRESH)  # which asks the device
     compiled = CompiledTarget(SimpleNamespace(**there), fuses=False)
     assert compiled.numbers == (1, 3) and compiled.kernels is None

@@ -20,7 +20,7 @@ from drafthead.core.target.placement import Placement  # noqa: E402
 from drafthead.core.trees.recipe import Proposal  # noqa: E402
 from drafthead.heads.families.head_drafter import drafter_for  # noqa: E402
 from drafthead.infer import Decoder  # noqa: E402
-from drafthead.infer.engine.planner import PlannedDecoding, Propose  # noqa: E402
+from drafthead.infer.planning.planner import PlannedDecoding, Propose  # noqa: E402
 
 folder = sys.argv[1]
 target = load_decoder_only(folder, placement=Placement("tensor"))

@@ -11,9 +11,9 @@ from drafthead.core.sampling import SamplingConfig
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.infer import Decoder
-from drafthead.infer.engine.planner import AdaptivePlan
 from drafthead.infer.engine.stats import DecodeStats
-from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.planning.planner import AdaptivePlan
+from drafthead.infer.planning.step_costs import StepCosts
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.race import HOST, PLAIN, ledger_of, race
 from drafthead.lab.tree_sizes import plan_report, plan_rows, reason

@@ -18,7 +18,7 @@ from drafthead.heads.formats.base import FORMATS
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.heads.formats.loading import load_head
 from drafthead.infer import Decoder
-from drafthead.infer.engine.planner import PlannerSettings
+from drafthead.infer.planning.planner import PlannerSettings
 from drafthead.infer.request.generation_config import KNOWN, PREPARED
 from drafthead.lab.races.contestants import Answers as Answered
 from drafthead.lab.races.contestants import Ours

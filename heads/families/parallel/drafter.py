@@ -1,6 +1,6 @@
 """Drafting with a block-parallel head: its context, its pass, and the trees of its candidates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,7 +9,14 @@ import torch
 from drafthead.core.coupling import DRAWS, Choice, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
-from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns
+from drafthead.core.kv_cache.column_cache import (
+    CacheColumns,
+    CacheView,
+    Room,
+    dims_of_room,
+    dims_of_view,
+    move_columns,
+)
 from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
@@ -35,28 +42,23 @@ from drafthead.heads.layers.decoder_layer import Store
 FRONTIERS = (14, 62)
 
 # Dimensions of the arguments of compiled passes. A block has as many slots at every call.
-CACHE = {"keys": "B . C .", "values": "B . C ."}
-READING = {"taps": "B T .", "positions": "B T", "columns": "T", **CACHE}
-PASSING = {
+READING: dict[str, Spec] = {"taps": "B T .", "positions": "B T", "view": dims_of_view("T")}
+PASSING: dict[str, Spec] = {
     "roots": "B",
     "before": "B .",
     "positions": "B .",
     "mask": "B . . S",
-    "columns": ".",
-    **CACHE,
+    "view": dims_of_view("."),
 }
 DRAFTING: dict[str, Spec] = {
     "taps": "B T .",
     "counts": "B",
-    "lengths": "B",
-    "reading": "T",
+    "view": dims_of_view("T", "R"),
     "roots": "B",
     "inside": ". . .",
-    "drafting": ".",
-    "seen": "S",
+    "room": dims_of_room("."),
     "slots": "N",
     "draws": DRAWS,
-    **CACHE,
 }
 
 Tensors = tuple[torch.Tensor, ...]
@@ -114,14 +116,12 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self,
         taps: Tensors,  # [B, T, D] each
         positions: torch.Tensor,  # [B or 1, T]
-        columns: torch.Tensor,  # [T]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        view: CacheView,  # T columns
     ) -> torch.Tensor:
         """Fused features [B, T, D] of committed positions, whose keys and values are written."""
         transformer = self.head.transformer
         fused = transformer.fused(taps)
-        cached = CacheColumns(keys, values, columns, end=0)
+        cached = CacheColumns(view.keys, view.values, view.room.columns, end=0)  # only written
         for layer, states in enumerate(transformer.context(fused, positions)):
             cached.append(layer, *states)
         return fused
@@ -132,13 +132,11 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         before: torch.Tensor,  # [B, D], fused features before the roots
         positions: torch.Tensor,  # [B, 1] of the roots
         mask: torch.Tensor,  # [B or 1, 1, block_size, S]
-        columns: torch.Tensor,  # [block_size]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        view: CacheView,  # block_size columns
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [B, K, D] of the block after the roots, and its logits [B, K, Vd]."""
         transformer = self.head.transformer
-        cached = CacheColumns(keys, values, columns, mask.shape[-1])
+        cached = view.opened()
         stores: list[Store] = [cached.of_layer(n) for n in range(len(transformer.layers))]
         block = roots[:, None], before[:, None]  # one block a row
         hidden = transformer(self.target, *block, positions, mask, stores)[:, 0]
@@ -148,14 +146,10 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self,
         taps: Tensors,  # [B, T, D] each, of positions that were not read yet
         counts: torch.Tensor,  # [B] how many of them each row has, at least 1
-        lengths: torch.Tensor,  # [B] positions that were read
-        reading: torch.Tensor,  # [T] columns of these positions
+        view: CacheView,  # T columns after what was read before
         roots: torch.Tensor,  # [B]
         inside: torch.Tensor,  # [1, block_size, block_size], see `inside`
-        drafting: torch.Tensor,  # [block_size] columns of the block
-        seen: torch.Tensor,  # [S] the numbers of the columns in use
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        room: Room,  # block_size columns after them
         slots: torch.Tensor,  # [N], the numbers of the tree's nodes
         draws: NextDraws | None,
         growing: Growing,
@@ -165,14 +159,17 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         One call, as the pass of the target has just flushed the CPU caches, which each call pays
         for.
         """
-        positions = lengths[:, None] + torch.arange(reading.shape[0], device=roots.device)
-        fused = self.reading(taps, positions, reading, keys, values)
+        steps = torch.arange(view.room.columns.shape[0], device=roots.device)
+        positions = view.lengths[:, None] + steps
+        fused = self.reading(taps, positions, view)
         if roots.shape[0] > 1:  # the columns of a single row are the right ones
-            self.move(keys, values, reading.expand_as(positions), positions)
-        before, lengths = at_last(fused, counts), lengths + counts
-        mask = self.visible_columns(inside, lengths, seen, drafting[0])[:, 0]
-        mask = self.head.transformer.in_window(mask, lengths[:, None])[:, None]
-        hidden, logits = self.passing(roots, before, lengths[:, None], mask, drafting, keys, values)
+            self.move(view.keys, view.values, view.room.columns.expand_as(positions), positions)
+        before, lengths = at_last(fused, counts), view.lengths + counts
+        after = view._replace(lengths=lengths, room=room)
+        mask = self.head.transformer.in_window(
+            after.mask(inside, self.visible_columns)[:, 0], lengths[:, None]
+        )
+        hidden, logits = self.passing(roots, before, lengths[:, None], mask[:, None], after)
         tree = self.grown(roots, hidden, logits, slots, draws, growing)
         return Drafted(*tree, before, lengths)
 
@@ -263,8 +260,8 @@ class ParallelSession(LateReader, OnDevice):
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         is_prompt = self.drafter.is_prompt(cache, tokens.shape[1])
         read = self.drafter.read_prompt if is_prompt else self.drafter.read
-        positions, columns = cache.positions(tokens.shape[1]), cache.make_room(tokens.shape[1])[1]
-        fused = read(committed.features.taps, positions, columns, cache.keys, cache.values)
+        positions, view = cache.positions(tokens.shape[1]), cache.view(tokens.shape[1])
+        fused = read(committed.features.taps, positions, view)
         cache.keep_pending(tokens.shape[1])
         cache.commit_first(lengths, committed.counts)
         self.before = at_last(fused, lengths)
@@ -305,23 +302,9 @@ class ParallelSession(LateReader, OnDevice):
         drafter, cache = self.drafter, self.cache
         if drafter.is_compiled:
             unread = unread.padded(2)  # one position would be a graph of its own
-        size = drafter.head.config.block_size
-        reading, drafting, seen = cache.room_after(unread.bounds, unread.tokens.shape[1], size)
-        drafted = drafter.draft(
-            unread.features.taps,
-            unread.lengths,
-            cache.lengths,
-            reading,
-            self.roots,
-            drafter.inside,
-            drafting,
-            seen,
-            cache.keys,
-            cache.values,
-            slots,
-            draws,
-            growing,
-        )
+        view, room = cache.view_and_room(unread, drafter.head.config.block_size)
+        given = unread.features.taps, unread.lengths, view, self.roots, drafter.inside, room
+        drafted = drafter.draft(*given, slots, draws, growing)
         cache.advance(drafted.lengths, unread.bounds, late=unread.late)
         self.before = drafted.before
         return drafted.tables
@@ -355,6 +338,5 @@ class ParallelSession(LateReader, OnDevice):
         assert self.roots is not None and cache.lengths is not None
         positions = cache.lengths[:, None]
         mask = transformer.in_window(cache.mask(self.drafter.inside)[:, 0], positions)[:, None]
-        columns = cache.make_room(transformer.config.block_size)[1]
-        roots = self.roots, self.before
-        return block(*roots, positions, mask, columns, cache.keys, cache.values)
+        view = cache.view(transformer.config.block_size)
+        return block(self.roots, self.before, positions, mask, view)

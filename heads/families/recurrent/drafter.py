@@ -30,22 +30,16 @@ class DraftReader(RowState):
     def read(self, committed: Committed) -> Guess:
         """Read committed positions; the guesses [B, 1, k] after the last one of each row."""
         tokens, cache, drafter = committed.tokens, self.cache, self.drafter
-        assert cache.lengths is not None
         is_prompt, end = drafter.is_prompt(cache, tokens.shape[1]), cache.longest + tokens.shape[1]
-        # Kernels that skip what is hidden take no mask; layers that need one have no tree kernels.
-        without_mask = is_prompt and cache.no_gaps and drafter.kernels is not None
-        read = drafter.read_prompt if is_prompt else drafter.read
-        guess = read(
-            committed.features.last,
-            committed.features.taps,
-            tokens,
-            committed.lengths,
-            cache.lengths,
-            *cache.make_room(tokens.shape[1]),
-            cache.keys,
-            cache.values,
-            *((end,) if without_mask else ()),
-        )
+        given = committed.features.last, committed.features.taps, tokens, committed.lengths
+        if is_prompt and cache.no_gaps and drafter.kernels is not None:
+            # Kernels that skip what is hidden take no mask; layers that need one have no kernels.
+            view, room = cache.view(tokens.shape[1]), cache.room(tokens.shape[1])
+            view = view._replace(room=room._replace(seen=room.seen[:end]))
+            guess = drafter.read_prompt(*given, view, True)
+        else:
+            read = drafter.read_prompt if is_prompt else drafter.read
+            guess = read(*given, cache.view(tokens.shape[1], drafter.kernels))
         cache.keep_pending(tokens.shape[1])
         cache.commit_first(committed.lengths, committed.counts)
         return guess
@@ -88,10 +82,8 @@ class DraftReader(RowState):
     ) -> Guess:
         """The guesses [B, n, k] after drafted nodes, which stay pending."""
         cache = self.cache
-        mask, (_, columns) = cache.mask(visible), cache.make_room(tokens.shape[1])
-        guess = self.drafter.draft(
-            above, tokens, positions, mask, columns, cache.keys, cache.values
-        )
+        mask, view = cache.mask(visible), cache.view(tokens.shape[1])
+        guess = self.drafter.draft(above, tokens, positions, mask, view)
         cache.keep_pending(tokens.shape[1])
         return guess
 
@@ -132,24 +124,19 @@ class RecurrentSession(LateReader, OnDevice):
         Where calls are recorded, what is new is read within the same one.
         """
         drafter, cache, last = self.drafter, self.reader.cache, None
-        if drafter.memory is None:
+        if not drafter.memory.is_recorded:
             self.catch_up()
         else:
             last = self.read_to_last_part()
         count = sum(drafter.opened(budget))
         if last is None:
             assert self.root_guess is not None
-            seen, drafted = cache.make_room(count)
-            room = cache.lengths, drafter.told(seen, count), drafted, cache.keys, cache.values
-            tables = drafter.grow_all(self.root_guess, self.roots, *room, draws, budget)
+            view = cache.view(count, drafter.kernels)
+            tables = drafter.grow_all(self.root_guess, self.roots, view, draws, budget)
         else:
-            width = last.tokens.shape[1]
-            _, drafted, seen_by_drafted = cache.room_after(last.bounds, width, count)
             given = last.features.last, last.features.taps, last.tokens, last.lengths
-            seen, columns = cache.make_room(width)
-            room = cache.lengths, drafter.told(seen, width), columns, cache.keys, cache.values
-            after = drafted, drafter.told(seen_by_drafted, count), draws, budget
-            self.root_guess, tables = drafter.read_and_grow_all(*given, *room, *after)
+            room = cache.view_and_room(last, count, drafter.kernels)
+            self.root_guess, tables = drafter.read_and_grow_all(*given, *room, draws, budget)
             assert cache.lengths is not None
             cache.advance(cache.lengths + last.lengths, last.bounds, late=last.late)
         return tables.tree(budget.depth, drafter.width)

@@ -12,7 +12,14 @@ from torch.nn.attention.bias import causal_lower_right
 from drafthead.core.coupling import DRAWS, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import at_last
-from drafthead.core.kv_cache.column_cache import CacheColumns, move_columns
+from drafthead.core.kv_cache.column_cache import (
+    CacheColumns,
+    CacheView,
+    Room,
+    dims_of_room,
+    dims_of_view,
+    move_columns,
+)
 from drafthead.core.sampling import DRAFT_SUPPORT
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
@@ -40,17 +47,20 @@ NODES_A_LEVEL = 13
 
 # Dimensions of what the compiled passes read and write: T new positions, n drafted nodes, E
 # candidates, F nodes that were opened before, P drafted nodes that they may see.
-CACHED = {"columns": "T", "keys": "B . C .", "values": "B . C ."}
-READING = {
+READING: dict[str, Spec] = {
     "last": "B T .",
     "taps": "B T .",
     "tokens": "B T",
     "counts": "B",
-    "lengths": "B",
-    "seen": "S",
-    **CACHED,
+    "view": dims_of_view("T"),
 }
-DRAFTING = {"above": "B T .", "tokens": "B T", "positions": "B T", "mask": "B . T S", **CACHED}
+DRAFTING: dict[str, Spec] = {
+    "above": "B T .",
+    "tokens": "B T",
+    "positions": "B T",
+    "mask": "B . T S",
+    "view": dims_of_view("T"),
+}
 GUESS = ("B . .", "B . .", "B . .", "B . .")
 CANDIDATES = ("B E", "B E", "B E", "B F")
 STARTING: dict[str, Spec] = {"guess": GUESS, "roots": "B", "draws": DRAWS}
@@ -59,25 +69,20 @@ GROWING: dict[str, Spec] = {
     "outputs": "B F .",
     "visible": "B F P",
     "places": "B",
-    "lengths": "B",
     "slots": "T",
-    "seen": "S",
+    "view": dims_of_view("T"),
     "draws": DRAWS,
-    **CACHED,
 }
 FINISHING: dict[str, Spec] = {"candidates": CANDIDATES, "slots": "N"}
 ALL_LEVELS: dict[str, Spec] = {
     "guess": GUESS,
     "roots": "B",
-    "lengths": "B",
-    "seen": "S",
+    "view": dims_of_view("T"),
     "draws": DRAWS,
-    **CACHED,
 }
 READ_AND_ALL_LEVELS: dict[str, Spec] = {
     **READING,
-    "drafted": "P",
-    "seen_by_drafted": "Q",
+    "room": dims_of_room("P", "Q"),
     "draws": DRAWS,
 }
 
@@ -153,27 +158,23 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         taps: tuple[torch.Tensor, ...],  # [B, T, D] each
         tokens: torch.Tensor,  # [B, T]
         counts: torch.Tensor,  # [B] how many of them each row has
-        lengths: torch.Tensor,  # [B] positions that were read before
-        seen: torch.Tensor,  # [S]
-        columns: torch.Tensor,  # [T]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        end: int | None = None,
+        view: CacheView,  # T columns after what was read before
+        are_last: bool = False,
     ) -> Guess:
         """Read committed positions; the guesses [B, 1, k] after the last one of each row.
 
-        Where they are the last of `end` columns in every row, they need no mask.
+        Where they `are_last` of all columns in every row, they need no mask.
         """
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        if end is None:
-            visible = (steps[:, None] >= steps)[None]
-            mask = self.visible_to(visible, lengths, seen, columns[0])
+        mask: torch.Tensor
+        if are_last:
+            mask = causal_lower_right(len(steps), len(view.room.seen))
         else:
-            mask = causal_lower_right(len(steps), end)
+            mask = view.mask((steps[:, None] >= steps)[None], self.visible_columns)
         states = self.head.encode(Features(last, taps))
-        cached = self.columns_of(keys, values, columns, mask, 0)
         embeds = self.head.embed(tokens, self.target)
-        outputs = self._pass(embeds, states, lengths[:, None] + steps, mask, cached)
+        positions = view.lengths[:, None] + steps
+        outputs = self._pass(embeds, states, positions, mask, view.opened())
         return self._guess(at_last(outputs, counts)[:, None])
 
     def _draft(
@@ -182,16 +183,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         tokens: torch.Tensor,  # [B, n]
         positions: torch.Tensor,  # [B, n]
         mask: torch.Tensor,  # [B or 1, 1, n, S], or what the kernel takes in its place
-        columns: torch.Tensor,  # [n]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        pending: int = 0,
+        view: CacheView,  # n columns
         count: int = DRAFT_SUPPORT,
     ) -> Guess:
-        """The `count` best guesses after drafted nodes, which follow `pending` others."""
+        """The `count` best guesses after drafted nodes."""
         embeds, states = self.head.draft_inputs(tokens, above, self.target)
-        cached = self.columns_of(keys, values, columns, mask, pending)
-        return self._guess(self._pass(embeds, states, positions, mask, cached), count)
+        return self._guess(self._pass(embeds, states, positions, mask, view.opened()), count)
 
     def _pass(
         self,
@@ -227,12 +224,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         outputs: torch.Tensor,  # [B, F, D], and so on: see `Grown`
         visible: torch.Tensor | None,  # [B, F, P]
         places: torch.Tensor,  # [B]
-        lengths: torch.Tensor,  # [B] committed positions
         slots: torch.Tensor,  # [n], the numbers from 0, of the nodes to open
-        seen: torch.Tensor,  # [S]
-        columns: torch.Tensor,  # [n]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        view: CacheView,  # n columns
         draws: NextDraws | None,  # of the children of the opened nodes
     ) -> Grown:
         """One level of a dynamic tree: the best nodes of the level are drafted and get children.
@@ -243,12 +236,11 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         opened, tokens, parents, inside = self.open_level(
             candidates, outputs, visible, slots, self.width
         )
-        pending = 0 if visible is None else visible.shape[2]
-        mask = self.visible_to(inside, lengths, seen, columns[0] - pending)
+        mask = view.mask(inside, self.visible_columns)
         positions = places[:, None].expand_as(tokens)
         # Where nothing is drawn, no others than the children are looked at.
-        cached, count = (columns, keys, values), self.width if draws is None else DRAFT_SUPPORT
-        guess = self._draft(parents, tokens, positions, mask, *cached, pending, count)
+        count = self.width if draws is None else DRAFT_SUPPORT
+        guess = self._draft(parents, tokens, positions, mask, view, count)
         grown = self.with_children(candidates, opened, *guess.best(self.width, 0, draws))
         return Grown(*grown, guess.outputs, inside, places + 1)
 
@@ -271,11 +263,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self,
         guess: Guess,  # n = 1, at the roots
         roots: torch.Tensor,  # [B]
-        lengths: torch.Tensor,  # [B] committed positions
-        seen: torch.Tensor,  # [S]
-        columns: torch.Tensor,  # [T] that all opened nodes are written to
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        view: CacheView,  # a column for each node that is opened
         draws: NextDraws | None,
         budget: Budget,
     ) -> TreeTables:
@@ -285,14 +273,14 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         at: Callable[[int], NextDraws | None]
         at = (lambda depth: None) if draws is None else draws.at
         first = self.start_growth(guess, roots, at(0))
-        grown = Grown(*first, guess.outputs, None, lengths)
+        grown = Grown(*first, guess.outputs, None, view.lengths)
         # Made here: what a recording makes belongs to it.
-        slots = torch.arange(max(budget.nodes, len(columns)), device=roots.device)
+        slots = torch.arange(max(budget.nodes, len(view.room.columns)), device=roots.device)
         written = 0
         for depth, count in enumerate(self.opened(budget), start=1):
             above = grown.candidates, grown.outputs, grown.visible, grown.places
-            own = columns[written : written + count], keys, values, at(depth)
-            grown = self.grow(*above, lengths, slots[:count], seen, *own)
+            own = view._replace(room=view.room.part(written, count))
+            grown = self.grow(*above, slots[:count], own, at(depth))
             written += count
         return self.finish(grown.candidates, slots[: min(budget.nodes, grown.scores.shape[1])])
 
@@ -302,13 +290,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         taps: tuple[torch.Tensor, ...],
         tokens: torch.Tensor,  # [B, T]
         counts: torch.Tensor,  # [B]
-        lengths: torch.Tensor,  # [B]
-        seen: torch.Tensor,  # [S]
-        columns: torch.Tensor,  # [T]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        drafted: torch.Tensor,  # [P] columns of all opened nodes
-        seen_by_drafted: torch.Tensor,  # [Q]
+        view: CacheView,  # T columns after what was read before
+        room: Room,  # P columns for all opened nodes
         draws: NextDraws | None,
         budget: Budget,
     ) -> tuple[Guess, TreeTables]:
@@ -316,14 +299,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
 
         Each row's positions are moved next to those that it had.
         """
-        cached = columns, keys, values
-        guess = self.reading(last, taps, tokens, counts, lengths, seen, *cached)
+        guess = self.reading(last, taps, tokens, counts, view)
         if len(tokens) > 1:
-            steps = torch.arange(tokens.shape[1], device=tokens.device)
-            move_columns(keys, values, columns.expand_as(tokens), lengths[:, None] + steps)
-        roots, committed = at_last(tokens, counts), lengths + counts
-        grown = drafted, keys, values, draws, budget
-        return guess, self._grow_all(guess, roots, committed, seen_by_drafted, *grown)
+            places = view.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            move_columns(view.keys, view.values, view.room.columns.expand_as(tokens), places)
+        after = view._replace(lengths=view.lengths + counts, room=room)
+        return guess, self._grow_all(guess, at_last(tokens, counts), after, draws, budget)
 
     def prepare(self, target: Target | None) -> None:
         """Draft compiled from now on; layers with a window read masks, which can be cut."""
@@ -335,7 +316,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.prepare(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
-        if self.memory is None:
+        if not self.memory.is_recorded:
             self.start_growth = self.compiled(self._start_growth, STARTING)
             self.grow = self.compiled(self._grow, GROWING)
             self.finish = self.compiled(self._finish, FINISHING)

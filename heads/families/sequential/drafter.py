@@ -1,13 +1,14 @@
 """Drafting with a sequential head: its cache, and the static trees that it fills."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from drafthead.core.coupling import Choice
+from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Committed, DraftSession, at_last
-from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.kv_cache.column_cache import CacheView, dims_of_view
 from drafthead.core.sampling import Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
@@ -17,13 +18,11 @@ from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
 
-READING = {
+READING: dict[str, Spec] = {
     "hidden": "B T .",
     "positions": "B T",
     "mask": "B . T S",
-    "columns": "T",
-    "keys": "B . C .",
-    "values": "B . C .",
+    "view": dims_of_view("T"),
 }
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # states, logits, ids of a level
 
@@ -45,13 +44,10 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         hidden: torch.Tensor,  # [B, T, D]
         positions: torch.Tensor,  # [B or 1, T]
         mask: torch.Tensor,  # [B or 1, 1, T, S]
-        columns: torch.Tensor,  # [T]
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        view: CacheView,  # T columns
     ) -> torch.Tensor:
         """First states [B, T, S] at new positions, whose keys and values go into the cache."""
-        cached = CacheColumns(keys, values, columns, mask.shape[-1])
-        return self.head.read(hidden, positions, mask, cached)
+        return self.head.read(hidden, positions, mask, view.opened())
 
     def _step(self, index: int, states: torch.Tensor, tokens: torch.Tensor) -> State:
         """States [B, n, S'] of nodes of depth `index`, and the guesses of their children.
@@ -104,8 +100,7 @@ class SequentialSession(LateReader):
         drafter, is_prompt = self.drafter, cache.is_empty
         # Prompts are seldom of one length, so a graph for each would be used once.
         read = drafter.read_eagerly if is_prompt else drafter.read
-        positions, (_, columns) = cache.positions(count), cache.make_room(count)
-        states = read(hidden, positions, mask, columns, cache.keys, cache.values)
+        states = read(hidden, cache.positions(count), mask, cache.view(count))
         cache.keep_pending(count)
         cache.commit_first(lengths, committed.counts)
         return at_last(states, lengths)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 
 import torch
 
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FreshMemory
 from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.target.target import Target
 from drafthead.heads.families.by_depth import HeadByDepth
@@ -26,7 +26,7 @@ class SequentialHead(HeadByDepth):
         """First states [B, T, S] of packed rows, from hidden [B, T, D] and segments [B, T]."""
         return self.start(hidden)
 
-    def new_cache(self, rows: int, memory: CacheMemory | None) -> DraftCache | None:
+    def new_cache(self, rows: int, memory: FreshMemory) -> DraftCache | None:
         """The cache in which `read` remembers committed positions; None for a head without one."""
         return None
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FreshMemory
 from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.settings import Count, settings
 from drafthead.core.target.target import Target
@@ -137,7 +137,7 @@ class HydraHeads(SequentialHead):
     def contexts(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
 
-    def new_cache(self, rows: int, memory: CacheMemory | None) -> DraftCache | None:
+    def new_cache(self, rows: int, memory: FreshMemory) -> DraftCache | None:
         return None if self.prefix is None else DraftCache([self.prefix.layer], rows, memory)
 
     def read(

@@ -8,7 +8,7 @@ from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.cuda import kept_draws
 from drafthead.backends.cuda.kept_draws import draw, first_kept
 from drafthead.core import sampling
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
 from drafthead.core.sampling import NO_TOKEN, RowSampling, SamplingConfig, probabilities
 
 DEVICE = torch.device("cpu" if not torch.cuda.is_available() else "cuda")
@@ -105,6 +105,6 @@ def test_logits_without_a_law_give_no_token(odd: float) -> None:
 
 
 def test_steps_on_a_gpu_draw_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheMemory, "where_recorded", lambda _: None)  # which asks the device
+    monkeypatch.setattr(CacheMemory, "on", lambda _: FRESH)  # which asks the device
     backend = CompilingBackend(torch.device("cuda"), torch.bfloat16, fuses=False)
     assert backend.replacement_of(sampling.draw) is draw

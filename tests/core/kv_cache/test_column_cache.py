@@ -2,7 +2,8 @@
 
 import torch
 
-from drafthead.core.kv_cache.column_cache import BLOCK, ColumnCache
+from drafthead.core.kv_cache.cache_memory import BLOCK
+from drafthead.core.kv_cache.column_cache import ColumnCache
 
 
 def cache_of(lengths: list[int], columns: int) -> ColumnCache:

@@ -11,7 +11,6 @@ from written import EAGLE3, Outputs, random_head
 
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
@@ -41,8 +40,7 @@ def outputs_at_all(head: Eagle3Head, target: Target, taps: Features, ids: torch.
     count = ids.shape[1]
     causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
     rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
-    _, columns = cache.make_room(count)
-    cached = CacheColumns(cache.keys, cache.values, columns, count)
+    cached = cache.view(count).opened()
     embeds = head.embed(ids, target)
     return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.of_layer)
 

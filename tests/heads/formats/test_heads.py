@@ -8,7 +8,6 @@ from golden import Case, cases, loaded, name_of
 from written import Outputs
 
 from drafthead.core.drafting.drafter import Committed
-from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
@@ -121,8 +120,7 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     count = ids.shape[1]
     causal = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
     rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
-    _, columns = cache.make_room(count)
-    cached = CacheColumns(cache.keys, cache.values, columns, count)
+    cached = cache.view(count).opened()
     embeds = head.embed(ids, target)
     everywhere = head.run_layers(embeds, features, rotation, causal, cached.of_layer)
     found = {

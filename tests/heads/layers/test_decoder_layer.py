@@ -6,7 +6,6 @@ from tiny import llama_config
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.target.target import Target
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import DecoderLayer, LayerConfig, Rotary
@@ -71,8 +70,7 @@ def test_reading_through_the_cache_equals_one_pass_over_all(pair) -> None:
         new = torch.ones(count, count, dtype=torch.bool).tril()[None]
         seen = torch.ones(1, count, cache.pending, dtype=torch.bool)
         mask = cache.mask(torch.cat([seen, new], dim=-1))
-        _, columns = cache.make_room(count)
-        seen_by = CacheColumns(cache.keys, cache.values, columns, mask.shape[-1])
+        seen_by = cache.view(count).opened()
         output = layer(states, rotary(positions), mask, lambda k, v: seen_by.append(0, k, v))
         cache.keep_pending(count)
         return output

@@ -123,7 +123,7 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
     with torch.no_grad():
         session = stepper.begin(drafter, None)
         for _ in range(4):
-            stepper.step(session, stepper.propose(session, budget))
+            stepper.step_in_calls(session, stepper.propose(session, budget))
         drafted = known(session.propose(budget, GREEDY, None))
         prompts = [PROMPTS[each.number] for each in stepper.searches for _ in range(4)]
         texts = [

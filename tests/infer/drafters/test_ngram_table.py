@@ -128,7 +128,7 @@ def test_a_folder_gives_what_the_memory_gave(tmp_path: Path) -> None:
     table = table_of("abacab", "xay")
     table.save(tmp_path)
     loaded = load_table(tmp_path, "v")
-    assert isinstance(loaded, NgramTable) and isinstance(loaded.contexts[1].numbers, np.memmap)
+    assert isinstance(loaded, NgramTable) and isinstance(loaded.contexts[1].numbers.base, np.memmap)
     assert loaded.record == table.record and loaded.record.tokens == 9
     for past in ("", "a", "xa", "ba", "q"):
         assert chances(loaded, past) == chances(table, past)

@@ -19,7 +19,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.engine.planner import FixedPlan, Propose
+from drafthead.infer.planning.planner import FixedPlan, Propose
 
 ROOT = 10
 CHAIN = Budget(9, 8, least_chance=0.3)

@@ -12,7 +12,9 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import GuessTree
 from drafthead.core.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.with_lookup import WithLookup, merged
+from drafthead.infer.drafters.ngram_table import NgramTable
+from drafthead.infer.drafters.store_lookup import StoreLookup
+from drafthead.infer.drafters.with_lookup import STEPS_WITHOUT, TableUse, WithLookup, merged
 
 GREEDY = SamplingConfig()
 
@@ -124,3 +126,38 @@ def test_repeated_text_is_accepted_beyond_the_depth_of_the_drafter(
 def test_a_head_and_a_draft_model_at_once_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="choose one of head:a and model:b to draft"):
         Decoder.from_pretrained(tmp_path, draft=["head:a", "model:b"])
+
+
+def test_a_table_that_is_wrong_beside_a_drafter_is_asked_at_one_step_of_16() -> None:
+    use = TableUse()
+    due = []
+    for _ in range(4 * STEPS_WITHOUT):
+        due.append(use.is_due(alone=False))
+        if due[-1]:
+            use.add({1: 0.5, 2: 0.25}, token=3)
+    assert due == 4 * [*[False] * (STEPS_WITHOUT - 1), True]
+    assert use.share < 0.05
+
+
+def test_a_table_that_is_right_beside_a_drafter_is_asked_at_every_step() -> None:
+    use = TableUse()
+    asked = 0
+    for _ in range(30 * STEPS_WITHOUT):
+        if use.is_due(alone=False):
+            asked += 1
+            use.add({1: 0.5, 2: 0.25}, token=2 if asked % 4 else 3)
+    assert use.share > 0.9 and asked > 2 * 30
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_table_gets_nodes_of_a_draft_where_what_it_alone_expects_comes_true(
+    target, make_drafter, is_right: bool
+) -> None:
+    table = NgramTable.of([[10, 11, 12, 40, 41]] * 50, "", 3)
+    drafter = WithLookup(make_drafter("self", target), StoreLookup(table))
+    for _ in range(3 * STEPS_WITHOUT):
+        session = session_after(drafter, [*range(30, 34), 10, 11, 12])
+        tree = session.propose(Budget(8, 3), GREEDY, None)
+        followed = torch.tensor([[40 if is_right else 50]])
+        session.commit(Committed(followed, Features(None, ()), torch.ones(1, dtype=torch.long)))
+    assert ({40, 41} <= {*tree.tokens[0].tolist()}) == is_right

@@ -16,7 +16,7 @@ from drafthead.core.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, Sampling
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import TokenTree
 from drafthead.infer import Decoder
-from drafthead.infer.engine.planner import Planner, Propose
+from drafthead.infer.planning.planner import Planner, Propose
 from drafthead.infer.verifiers import VERIFIERS, Acceptance
 from drafthead.lab.exactness.oracle import OracleDecoder
 

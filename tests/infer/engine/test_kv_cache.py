@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
 from drafthead.core.target.tree_cache import StepCache, TreeCache
 
 
@@ -52,9 +52,9 @@ def test_rows_of_several_caches_are_collected_in_their_places() -> None:
 @pytest.mark.parametrize("nodes", [1, 123, 124, 125, 300])
 def test_the_columns_that_a_pass_sees_are_never_all_there_are(nodes) -> None:
     cache = filled_cache()
-    seen, written = cache.make_room(nodes)
-    assert len(seen) == 3 + nodes < cache.keys[0].shape[2]
-    assert written.tolist() == list(range(3, 3 + nodes))
+    room = cache.room(nodes)
+    assert len(room.seen) == 3 + nodes < cache.keys[0].shape[2]
+    assert room.columns.tolist() == list(range(3, 3 + nodes))
 
 
 def test_mask_hides_the_gap_between_a_rows_positions_and_its_nodes() -> None:
@@ -108,7 +108,7 @@ def test_where_memory_allows_it_texts_of_all_lengths_begin_with_one_capacity(
         assert cache.keys[0].shape[2] == capacity
 
 
-@pytest.mark.parametrize("memory", [None, CacheMemory(2**40)], ids=["eager", "recorded"])
+@pytest.mark.parametrize("memory", [FRESH, CacheMemory(2**40)], ids=["eager", "recorded"])
 def test_a_trimmed_cache_takes_what_it_needs_and_gets_the_columns_of_others_back(memory) -> None:
     cache = TreeCache(memory)
     prompt = keys_of([[0.0, 1, 2]])
@@ -118,7 +118,7 @@ def test_a_trimmed_cache_takes_what_it_needs_and_gets_the_columns_of_others_back
     cache.trim()
     assert cache.keys[0].shape[2] == cache.values[0].shape[2] == 128 < usual
     cache.untrim()
-    assert cache.keys[0].shape[2] == (128 if memory is None else usual)
+    assert cache.keys[0].shape[2] == (128 if memory is FRESH else usual)
     assert cache.keys[0][0, 0, :5, 0].tolist() == [0, 1, 2, 0, 0]
     assert cache.values[0][0, 0, :3, 0].tolist() == [0, -1, -2]
 

@@ -19,7 +19,7 @@ from drafthead.backends.compiled_target import CompiledTarget
 from drafthead.backends.cuda.tree_kernels import is_old
 from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import power_of_two
+from drafthead.core.kv_cache.cache_memory import CacheMemory, power_of_two
 from drafthead.core.sampling import NO_TOKEN
 from drafthead.core.target.target import Target
 from drafthead.core.trees.recipe import NO_NODE, TreeRecipe
@@ -146,7 +146,7 @@ TREES = (2, 3, 5, 7, 9, 12, 16, 17)
 
 def counted(target: CompiledTarget, rehearsal: Rehearsal) -> tuple[int, int]:
     """Recordings and sets of memory that were made so far."""
-    assert target.memory is not None
+    assert isinstance(target.memory, CacheMemory)
     return rehearsal.recorded, target.memory.sets_made
 
 

@@ -18,7 +18,7 @@ from drafthead.heads.growing.static import chain_budgets
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.draft_acceptance import Size
+from drafthead.infer.planning.draft_acceptance import Size
 from drafthead.infer.request.request import DecodeOptions
 from drafthead.infer.timing import plans as plans_module
 from drafthead.infer.timing.plans import Plans, StepKind, costs_file, in_plain_steps

@@ -12,8 +12,8 @@ from planned import Whole
 
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import tree_budgets
-from drafthead.infer.engine.draft_acceptance import Size
-from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.planning.draft_acceptance import Size
+from drafthead.infer.planning.step_costs import StepCosts
 from drafthead.infer.timing.step_timing import ROUNDS, VISIT_STEPS, Visits, time_sizes
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.backends.cpu.kernels.huge_pages import CACHE_LINE, MAPPING, PAGE, HugePages
+from drafthead.backends.cpu.kernels.packing import CACHE_LINE, MAPPING, PAGE, HugePages
 
 
 @pytest.fixture(params=["large pages", "refused by the kernel", "unknown to the system"])

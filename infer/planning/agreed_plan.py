@@ -14,7 +14,7 @@ from drafthead.core.sampling import RowSampling
 from drafthead.core.trees.guesses import Guesses
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget
-from drafthead.infer.engine.planner import Planner, Propose
+from drafthead.infer.planning.planner import Planner, Propose
 
 
 class Kept(NamedTuple):

@@ -19,9 +19,9 @@ from drafthead.core.trees.guesses import GuessTree
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import StaticTrees, chain_budgets, free_budgets, tree_budgets
 from drafthead.infer import Decoder
-from drafthead.infer.engine.draft_acceptance import Acceptance, Calibration, Size, Weighed
-from drafthead.infer.engine.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run
-from drafthead.infer.engine.step_costs import StepCosts, guessed_node
+from drafthead.infer.planning.draft_acceptance import Acceptance, Calibration, Size, Weighed
+from drafthead.infer.planning.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run
+from drafthead.infer.planning.step_costs import StepCosts, guessed_node
 
 BUDGETS = tree_budgets(3)
 CHANCES = {b: tuple(min(0.7, 0.1 * b.nodes) ** d for d in range(1, b.depth + 1)) for b in BUDGETS}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from drafthead.core.trees.tree import Budget
-from drafthead.infer.engine.draft_acceptance import Size, Table
+from drafthead.infer.planning.draft_acceptance import Size, Table
 
 # The guess for a machine that nobody has seen: a step with a draft takes DRAFT plain steps more
 # than a plain one, NODE for each node after the root and LEVEL for each level. On the cautious

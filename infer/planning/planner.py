@@ -33,14 +33,14 @@ from drafthead.core.sampling import RowSampling
 from drafthead.core.trees.guesses import Guesses
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget, free_budget
-from drafthead.infer.engine.draft_acceptance import (
+from drafthead.infer.planning.draft_acceptance import (
     Acceptance,
     Calibration,
     Size,
     Table,
     Weighed,
 )
-from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.planning.step_costs import StepCosts
 
 Marks = NDArray[np.bool_]
 Propose = Callable[[Budget], Proposal]  # what the drafter makes within a budget

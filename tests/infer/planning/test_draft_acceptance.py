@@ -9,9 +9,9 @@ from planned import Whole
 
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import chain_budgets, tree_budgets
-from drafthead.infer.engine.draft_acceptance import Acceptance, Size
-from drafthead.infer.engine.planner import AdaptivePlan, PlannedDecoding
-from drafthead.infer.engine.step_costs import StepCosts
+from drafthead.infer.planning.draft_acceptance import Acceptance, Size
+from drafthead.infer.planning.planner import AdaptivePlan, PlannedDecoding
+from drafthead.infer.planning.step_costs import StepCosts
 
 CHAINS = chain_budgets(4)  # whose tokens are each right in 0.6 of the cases, as is assumed
 SIZES: list[Size] = [None, *CHAINS]
