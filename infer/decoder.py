@@ -155,6 +155,20 @@ class Decoder:
         end_helpers()  # another thread may decode
         return decoder_for(loaded, drafter, tree_nodes, compile, draft_temperature, same_bits)
 
+    def with_drafts(self, draft: Draft | Sequence[Draft] | None) -> "Decoder":
+        """A decoder of this target, prepared as it is, with other drafts, in planned sizes.
+
+        Raises UserError as `from_pretrained` for what cannot draft.
+        """
+        target = self.target
+        drafter = made_drafter(read_drafts(draft), Fitting(target))
+        if drafter is None:
+            return Decoder(target)
+        if target.backend.compiles or target.backend.has_kernels:
+            drafter.compile(target)
+        end_helpers()  # another thread may decode
+        return Decoder(target, drafter, None, True, self.draft_temperature)
+
     def __repr__(self) -> str:
         return f"Decoder({described(self.target, self.drafter)})"
 

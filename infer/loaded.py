@@ -99,6 +99,12 @@ class NamedDraft:
         """Its entry in the registry."""
         return DRAFTERS[self.name]
 
+    def made(self, fitting: Fitting) -> Drafter:
+        """The drafter, which requests can choose by its kind."""
+        drafter = self.kind.make(self.argument, fitting)
+        drafter.names = (self.name,)
+        return drafter
+
 
 Draft: TypeAlias = str | Path | Drafter  # what `draft` takes, or a list of
 
@@ -189,11 +195,8 @@ def length_of_paths(draft_tokens: int | None, drafts: Sequence[NamedDraft | Draf
 
 
 def made_drafter(drafts: Sequence[NamedDraft | Drafter], fitting: Fitting) -> Drafter | None:
-    """Make the drafter that `read_drafts` has parsed, with its lookups; None for no drafter."""
-    made = [
-        each.kind.make(each.argument, fitting) if isinstance(each, NamedDraft) else each
-        for each in drafts
-    ]
+    """The drafter that `read_drafts` has found, with all lookup beside it; None for no drafter."""
+    made = [each.made(fitting) if isinstance(each, NamedDraft) else each for each in drafts]
     drafter = next((each for each in made if not isinstance(each, Lookup)), None)
     lookups = [each for each in made if isinstance(each, Lookup)]
     if not lookups:
@@ -202,6 +205,9 @@ def made_drafter(drafts: Sequence[NamedDraft | Drafter], fitting: Fitting) -> Dr
     table = next((each.table for each in kept if each.table is not None), None)
     earlier = next((each.earlier for each in kept if each.earlier is not None), None)
     lookup = StoreLookup(table, earlier) if len(kept) > 1 else kept[0] if kept else None
+    names = tuple(name for each in lookups for name in each.names)
+    if lookup is not None:
+        lookup.names = names
     return (lookup or lookups[0]) if drafter is None else WithLookup(drafter, lookup)
 
 

@@ -66,8 +66,11 @@ def planner_of(run: BatchRun, target: Target, own: Planner) -> Planner:
 
 
 def rule_of(request: Request, target: Target, drafter: Drafter | None) -> Verifier:
-    """The acceptance rule that a request names."""
-    in_graphs = steps_in_one_call(target, request)
-    default = "match" if in_graphs or drafter is None else drafter.sampling_rule
+    """The acceptance rule that a request names.
+
+    Only where it follows the target's own tokens can rows of one batch be drafted for differently.
+    """
+    follows = steps_in_one_call(target, request) or request.drafts is not None
+    default = "match" if follows or drafter is None else drafter.sampling_rule
     rule = verifier_for(request.verifier, request.sampling.temperature, default)
     return rule.with_options(request.rule_options)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from drafthead.core.drafting.drafter import NoDrafter
 from drafthead.core.drafting.row_state import chosen
 from drafthead.core.errors import first_line
 from drafthead.core.target.target import Target
@@ -59,7 +60,6 @@ class ServedRows:
         self.stepper = method.stepper(run)
         self.session, emitted = read_prompts(self.stepper, method.drafter, past)
         self.emitted: Emitted = emitted  # by the last pass
-        self.proposed = 0  # tokens for each row, in the last pass
         self.state: Any = None  # of the weights that began to read, where rows are kept
 
     @property
@@ -80,6 +80,11 @@ class ServedRows:
         both = [*self.lengths, *other.lengths]
         return self.way == other.way and len(prompt_groups(both, cost)) == 1
 
+    def drafts_like(self, other: "ServedRows") -> bool:
+        """Whether sessions are of one drafter: another one may have taken its place meanwhile."""
+        drafters = {rows.method.drafter for rows in (self, other)}
+        return len(drafters) == 1 or all(isinstance(each, NoDrafter) for each in drafters)
+
     def turn(self) -> list[Gain]:
         """One step of all rows; returns what it has added to their answers."""
         self.step()
@@ -96,10 +101,7 @@ class ServedRows:
     def step(self) -> None:
         """One step of all rows."""
         self.tickets += self.tickets[:1] * self.stepper.fill_up(self.session)  # of nobody's rows
-        stats = self.stepper.run.stats
-        before = stats.verified_nodes
         self.emitted = next_step(self.stepper, self.session, self.method.planner)
-        self.proposed = stats.verified_nodes - before - 1
 
     def gains(self) -> list[Gain]:
         """What the last pass has added to each answer."""
@@ -116,7 +118,7 @@ class ServedRows:
         if row.failed or (ticket.trouble and row.finish_reason == "cancelled"):
             trouble = ticket.trouble
             error = first_line(trouble[-1]) if trouble else no_token_in("the prompt", row.tokens)
-        return Gain(ticket, row, tokens, self.proposed, accepted, logprobs, ended, error)
+        return Gain(ticket, row, tokens, row.drafted, accepted, logprobs, ended, error)
 
     def keep(self, memory: Memory, state: Any) -> None:
         """From now on keep in a memory what was read for rows that end, by weights in `state`."""
@@ -190,6 +192,13 @@ class RunningRows:
         self.others: list[Turns] = []  # whatever else the thread has to do
         self.ready: list[Turns] = []  # what had something to do at the last turn
         self.now = 0.0  # what these have had of time; others begin with it
+
+    def go_on_with(self, other: "RunningRows") -> None:
+        """Decode requests from now on as `other` would; those at work go on as they began."""
+        self.method_for, self.rule_for, self.memory = other.method_for, other.rule_for, other.memory
+        self.methods = {}
+        unread, self.prompts.unread = self.prompts.unread, []
+        self.admit([each.ticket for each in unread])  # parts were read for the old drafter
 
     @property
     def device(self) -> torch.device:
@@ -293,7 +302,8 @@ class RunningRows:
         found: list[ServedRows] = []
         lost: list[Gain] = []
         for rows in self.batches:
-            other = next((each for each in found if rows.count and each.suits(rows)), None)
+            fitting = (each for each in found if rows.count and each.suits(rows))
+            other = next((each for each in fitting if each.drafts_like(rows)), None)
             try:
                 if other is not None:
                     other.join(rows)

@@ -107,6 +107,7 @@ def merged(tickets: Sequence[Ticket]) -> Request:
         limits=[limit for each in requests for limit in each.limits],
         seeds=[seed for each in requests for seed in each.seeds],
         own_sampling=[law for each in requests for law in each.sampling_by_row],
+        own_drafts=[names for each in requests for names in each.drafts_by_row],
         processors=[
             GuardedProcessors(ticket, processors)
             for ticket in tickets

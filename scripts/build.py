@@ -19,11 +19,12 @@ def main(
     *,
     model: options.Model,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            help="Output folder. Run the same command again to continue an interrupted build."
+            help="Output folder. Run the same command again to continue an interrupted build. With "
+            "--continue a new folder, by default beside the old one."
         ),
-    ],
+    ] = None,
     hours: Annotated[
         float | None, typer.Option(help="Time budget in hours. You must give --hours or --minutes.")
     ] = None,
@@ -60,6 +61,17 @@ def main(
             "10 minutes where there is a GPU."
         ),
     ] = None,
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            "--continue",
+            help="A build, or a head: tune it and its table on the answers of --data, and race old "
+            "against new.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Answers that serve --record has kept, for --continue.")
+    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what the build would do and need, and exit.")
     ] = False,
@@ -73,6 +85,9 @@ def main(
     Run the same command again to continue an interrupted build. More time or another --family
     repeats only the stages that change. build.yaml in the output folder records every decision and
     the command of each stage.
+
+    --continue FOLDER --data FILE --minutes N tunes an existing build or head on the requests that
+    a server gets: `serve --record FILE` keeps them, and POST /v1/drafts loads the better drafts.
     """
     if (total := 60 * (hours or 0) + (minutes or 0)) <= 0:
         raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
@@ -82,6 +97,16 @@ def main(
 
     from drafthead.lab.building.folder import Choices
 
+    if before is not None or data is not None:
+        if before is None or data is None:
+            raise UserError("--continue FOLDER and --data FILE go together")
+        from drafthead.scripts.tuning import Tuning
+
+        new = output or before.with_name(f"{before.name}-tuned")
+        Tuning(model, before, data, new, total, compile, seed).run()
+        return
+    if output is None:
+        raise UserError("give --output, the folder of the build")
     if compile is None and total >= 10 and torch.cuda.is_available():
         compile = True
     choices = Choices(

@@ -36,12 +36,13 @@ def main(
     Without --draft, decoding is plain. /new starts a new conversation, /quit or Ctrl-D exits,
     Ctrl-C stops an answer and keeps its text. You can also pipe messages in, one per line.
     """
-    from rich.console import Console
+    with options.starting():
+        from rich.console import Console
 
-    from drafthead.scripts import terminal
+        from drafthead.scripts import terminal
 
-    how = turns.options()
-    decoder = drafting.decoder(model, compile)
+        how = turns.options()
+        decoder = drafting.decoder(model, compile)
     console = Console(highlight=False, soft_wrap=True)
     if compile:  # before the first answer, not in the middle of it
         decoder.warm_up(**how)

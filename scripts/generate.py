@@ -38,11 +38,12 @@ def main(
     decoded, the speed to standard error. Several answers are printed with their numbers at the end.
     Penalties that you do not set with --set come from the model's generation_config.json.
     """
-    from drafthead.scripts import terminal
+    with options.starting():
+        from drafthead.scripts import terminal
 
-    text = terminal.prompt_text(prompt)
-    how = answers.options(rule, logprobs)
-    decoder = drafting.decoder(model, compile, draft_temperature)
+        text = terminal.prompt_text(prompt)
+        how = answers.options(rule, logprobs)
+        decoder = drafting.decoder(model, compile, draft_temperature)
     result = terminal.print_answer(decoder, text, how)
     if result.logprobs is not None and decoder.tokenizer is not None:
         for tokens, record in zip(result.sequences, result.logprobs, strict=True):

@@ -26,12 +26,15 @@ def main(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar=KEY, help="API key that clients must send."),
+        list[str] | None,
+        typer.Option(envvar=KEY, help="Key that requests must bring, one of several. Repeatable."),
     ] = None,
     served_model_name: Annotated[
-        str | None,
-        typer.Option(help="Model name shown to clients. By default the name in --target."),
+        list[str] | None,
+        typer.Option(
+            help="Name of the model for clients, by default that of --target. Repeatable: answers "
+            "tell the first."
+        ),
     ] = None,
     serving: Serving,
     grace: Annotated[
@@ -44,18 +47,19 @@ def main(
     Without --draft, decoding is plain. On Ctrl-C or SIGTERM the server refuses new requests and
     finishes running answers (see --grace).
     """
-    from drafthead.serve.app import listen, make_app
-
     # An empty variable of the environment counts as none for typer.
-    if (os.environ.get(KEY) if api_key is None else api_key.strip()) == "":
+    keys = [os.environ[KEY]] if not api_key and KEY in os.environ else api_key or []
+    if not all(key.strip() for key in keys):
         raise UserError(f"the API key is empty: give --api-key or {KEY} a value, or unset it")
     refuse_taken(host, port)  # before anything is loaded
-    if api_key is None and not is_loopback(host):
+    if not keys and not is_loopback(host):
         logger.warning("anyone who can reach %s can use this server: set --api-key", host)
-    decoder = drafting.decoder(model, compile)
-    name = served_model_name or Path(model.target).name
-    other = None if served_model_name else model.target
-    served = ServerOptions(name, other, api_key, **vars(serving))
+    with options.starting():
+        from drafthead.serve.app import listen, make_app
+
+        decoder = drafting.decoder(model, compile)
+    name, *others = served_model_name or (Path(model.target).name, model.target)
+    served = ServerOptions(name, model.target, tuple(others), tuple(keys), **vars(serving))
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
         decoder.warm_up(batch_sizes=sizes_up_to(serving.max_batch))

@@ -12,6 +12,7 @@ from drafthead.infer.request.stopping import FinishReason, Stop
 from drafthead.infer.request.text_pieces import GrowingAnswer
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
 class AnswerText(Stop):
@@ -29,15 +30,14 @@ class AnswerText(Stop):
         stop_ids: frozenset[int] = frozenset(),
         skip_special: bool = True,
         prompt: Sequence[int] = (),
-        calls_tools: bool = False,
+        marks: Sequence[str] = (),
     ):
         """`bytes_of` tells those of a token; `stop_ids` are tokens that end the answer.
 
-        Special tokens may be part of its text, and those that mark calls always are.
+        Special tokens may be part of its text, and `marks` always are.
         """
         super().__init__((), ())
         special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
-        marks = [CALL, END_OF_CALL] if calls_tools else []
         shown = special.intersection(map(tokenizer.convert_tokens_to_ids, marks))
         self.hidden = special - shown if skip_special else set[int]()
         self.growing = GrowingAnswer(tokenizer, skip_special, prompt, shown)
@@ -120,11 +120,50 @@ def held(text: AnyStr, marks: Sequence[AnyStr]) -> int:
     return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
+class Thoughts:
+    """Takes what a model thinks before it answers out of a text: what <think> tags enclose."""
+
+    def __init__(self, begun: bool):
+        """`begun` says whether the prompt has opened the tag."""
+        self.waiting, self.read = "", 0
+        self.state = "thinking" if begun else "before"
+        self.end = 0  # characters of the text up to the end of the thoughts
+
+    def add(self, text: str, ended: bool) -> tuple[str, str]:
+        """What of the text is thought, and what is said."""
+        self.waiting, self.read = self.waiting + text, self.read + len(text)
+        thought = ""
+        if self.state == "before":
+            begin = self.waiting.lstrip()
+            if not ended and len(begin) < len(THOUGHT) and THOUGHT.startswith(begin):
+                return "", ""
+            is_thought = begin.startswith(THOUGHT)
+            self.state = "thinking" if is_thought else "said"
+            self.waiting = begin.removeprefix(THOUGHT) if is_thought else self.waiting
+        if self.state == "thinking":
+            thought, mark, self.waiting = self.waiting.partition(END_OF_THOUGHT)
+            if not mark:
+                kept = 0 if ended else held(thought, [END_OF_THOUGHT])
+                cut = len(thought) - kept
+                thought, self.waiting = thought[:cut], thought[cut:]
+                self.end = self.read
+                return thought, ""
+            self.state, self.end = "after", self.read - len(self.waiting)
+        if self.state == "after":  # white space between thoughts and answer is neither
+            self.waiting = self.waiting.lstrip()
+            self.state = "said" if self.waiting else "after"
+        said, self.waiting = self.waiting, ""
+        return thought, said
+
+
 class ToolCalls:
-    """Takes calls of tools out of a text: JSON of a name and arguments in <tool_call> tags."""
+    """Takes calls of tools out of a text: JSON of a name and arguments in <tool_call> tags.
+
+    White space between calls, and after the last of them, is no text.
+    """
 
     def __init__(self) -> None:
-        self.waiting = ""
+        self.waiting = self.gap = ""
         self.count = 0
 
     def add(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -137,16 +176,22 @@ class ToolCalls:
             if not begin:
                 kept = 0 if ended else held(before, [CALL])
                 cut = len(before) - kept
-                content, self.waiting = content + before[:cut], before[cut:]
-                return content, calls
+                self.waiting = before[cut:]
+                return content + self._said(before[:cut]), calls
             body, end, rest = after.partition(END_OF_CALL)
             if not end and not ended:
-                content, self.waiting = content + before, begin + after
-                return content, calls
+                self.waiting = begin + after
+                return content + self._said(before), calls
             call = self._read(body)
-            content += before if call else before + begin + body + end
+            content += self._said(before if call else before + begin + body + end)
             calls += [call] if call else []
-            self.waiting = rest
+            self.waiting, self.gap = rest, ""
+
+    def _said(self, text: str) -> str:
+        """The text that is content, after the white space that waited for it."""
+        text = self.gap + text
+        self.gap = text if self.count and not text.strip() else ""
+        return text.removesuffix(self.gap) if self.gap else text
 
     def _read(self, body: str) -> dict[str, Any] | None:
         """A call as OpenAI writes it; None for what is none."""

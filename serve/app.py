@@ -3,13 +3,16 @@
 import asyncio
 import hmac
 import json
+import logging
 import re
+import secrets
 import signal
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from hashlib import sha256
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -32,19 +35,24 @@ from drafthead.serve import responses
 from drafthead.serve.connections import Connection, most_connections
 from drafthead.serve.decode_loop import DecodeLoop, Inbox
 from drafthead.serve.errors import ApiError, error_body, not_supported
+from drafthead.serve.items import ItemsResponse, ResponsesRequest
 from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.limits import Limits, longest_token
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
     ChatRequest,
     CompletionRequest,
+    DraftsRequest,
     Reader,
     TextRequest,
     TokensRequest,
+    sampling_of,
 )
+from drafthead.serve.recording import Recorder
 from drafthead.serve.server_options import ServerOptions
 
-OPEN_PATHS = ("/", "/health", "/metrics", "/favicon.ico")  # without a key
+OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/favicon.ico")  # without a key
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # that a client may give; another one is replaced
 # What browsers are told: run nothing, show nothing within another page, guess no types.
 CAREFUL = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -54,6 +62,7 @@ CAREFUL = {
 }
 READERS = 8  # threads that tokenise; while they do, others can work
 BODY_SECONDS = 60.0  # in which the body of a request has to follow its headers
+logger = logging.getLogger(__name__)
 GONE = 499  # nginx's status of a client that has not waited for the answer
 Found = TypeVar("Found")
 
@@ -72,9 +81,9 @@ def refusal(options: ServerOptions, scope: Scope) -> ApiError | None:
     if origin is not None and not asking and urlsplit(origin).netloc != host:
         return ApiError(403, "pages of this origin may not ask: see --cors-origin")
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    own = (options.api_key or "").encode()
-    is_right = hmac.compare_digest(given.strip().encode("latin-1"), own)
-    needs_key = options.api_key is not None and scope["path"] not in OPEN_PATHS
+    key = given.strip().encode("latin-1")
+    is_right = any([hmac.compare_digest(key, own.encode()) for own in options.api_keys])
+    needs_key = bool(options.api_keys) and scope["path"] not in OPEN_PATHS
     if needs_key and not (scheme.lower() == "bearer" and is_right):
         return ApiError(401, "the API key is missing or wrong")
     length = headers.get("content-length", "")
@@ -96,7 +105,10 @@ def is_address(name: str) -> bool:
 
 
 class Gate:
-    """Refuses requests that may not be asked, and adds headers that keep browsers careful."""
+    """Refuses requests that may not be asked, and adds headers that keep browsers careful.
+
+    Each request has an id, the client's `X-Request-Id` or a new one, and a line in the log.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions):
         self.app, self.options = app, options
@@ -106,16 +118,34 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
+        given, began = Headers(scope=scope).get("x-request-id", ""), time.monotonic()
+        id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        status = GONE
+
         async def careful(message: Message) -> None:
             """Send a part of the response."""
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = id
                 for name, value in CAREFUL.items():
                     headers.setdefault(name, value)
             await send(message)
 
+        try:
+            await self._let_in(scope, receive, careful)
+        finally:
+            if scope["path"] not in OPEN_PATHS:
+                answer = scope.get("state", {}).get("answer")
+                used = "" if answer is None else f", {answer.account()}"
+                line = id, scope["method"], scope["path"], status, time.monotonic() - began, used
+                logger.info("%s: %s %s %d in %.2f s%s", *line)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request that may be asked, up to its limits; answer another with its error."""
         if (error := refusal(self.options, scope)) is not None:
-            return await answer_to(error)(scope, receive, careful)
+            return await answer_to(error)(scope, receive, send)
         seen, is_read, end = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def counted() -> Message:
@@ -132,7 +162,7 @@ class Gate:
                 raise too_long(self.options)
             return message
 
-        return await self.app(scope, counted, careful)
+        return await self.app(scope, counted, send)
 
 
 class Server:
@@ -151,7 +181,12 @@ class Server:
         self.started = int(time.time())
         self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, options.max_queue)
         decoder.memory.most_bytes = options.max_kept << 20
-        self.reader = Reader(decoder, self.metrics, self.max_length, JsonGrammars(decoder))
+        sampling = sampling_of(decoder.target.model) if options.model_sampling else {}
+        grammars = JsonGrammars(decoder)
+        self.reader = Reader(decoder, self.metrics, self.max_length, grammars, sampling)
+        if options.record is not None:
+            most = options.max_record << 20
+            self.loop.recorder = Recorder(options.record, most, decoder, options.target)
         self.limits = Limits(self.max_length, longest_token(self.tokenizer.get_vocab()))
         # Several: one long text must not hold up the others. Fast tokenizers only read here.
         self.reading = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
@@ -163,17 +198,34 @@ class Server:
         threads = self.forming if has_form else self.reading
         return await asyncio.get_running_loop().run_in_executor(threads, function)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether one more answer can be asked for."""
+        return self.loop.thread.is_alive() and not self.loop.stopping and not self.loop.is_full
+
+    def draft_with(self, draft: str | list[str]) -> Decoder:
+        """The decoder with other drafts, which decodes requests from now on."""
+        decoder = self.decoder.with_drafts(draft)
+        self.decoder, self.reader = decoder, replace(self.reader, decoder=decoder)
+        self.loop.go_on_with(decoder)
+        return decoder
+
     async def answer(
-        self, asked: ChatRequest | CompletionRequest, request: Request
+        self,
+        asked: ChatRequest | CompletionRequest,
+        request: Request,
+        items: ResponsesRequest | None = None,
     ) -> Response | dict[str, Any]:
-        """The response to a request for answers."""
+        """The response to a request for answers; `items` is what a chat was made of."""
         self.refuse_other(asked.model)
         inbox = Inbox()
-        jobs = await self.read(lambda: self.reader.jobs(asked, inbox), bool(asked.response_format))
+        jobs = await self.read(lambda: self.reader.jobs(asked, inbox), asked.has_form)
         most = self.options.max_queue + self.options.max_batch
         if len(jobs) > most:
             raise ApiError(400, f"a request may have {most} answers here, not {len(jobs)}", "n")
-        found = responses.Response(asked, jobs, self.loop, self.reader, self.options.model_name)
+        made = asked, jobs, self.loop, self.reader, self.options.model_name
+        found = responses.Response(*made) if items is None else ItemsResponse(items, *made)
+        request.state.answer = found
         found.submit()
         if asked.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -184,7 +236,7 @@ class Server:
     def refuse_other(self, model: str | None) -> None:
         """Raise ApiError 404 for a model that is not the one that is served."""
         name = self.options.model_name
-        if model not in (None, name, self.options.other_name):
+        if model not in (None, name, *self.options.other_names):
             raise ApiError(404, f"there is no model {model}, only {name}", "model")
 
 
@@ -217,6 +269,8 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
         server.loop.thread.start()
         yield
         await asyncio.to_thread(server.loop.stop)
+        if server.loop.recorder is not None:
+            server.loop.recorder.close()
 
     app = FastAPI(
         dependencies=[Depends(server.limits)],
@@ -307,6 +361,21 @@ def add_answers(app: FastAPI, server: Server) -> None:
         """What follows one text or several."""
         return await server.answer(asked, request)
 
+    @app.post("/v1/responses", response_model=None)
+    async def respond(asked: ResponsesRequest, request: Request) -> Response | dict[str, Any]:
+        """The next items of a conversation."""
+        return await server.answer(asked.chat(), request, asked)
+
+    @app.post("/v1/drafts")
+    async def load(asked: DraftsRequest) -> dict[str, Any]:
+        """Draft with something else from now on; requests at work go on as they began."""
+        server.refuse_other(asked.model)
+        if not server.options.api_keys:
+            raise ApiError(403, "drafts are changed with a key alone: start with --api-key")
+        decoder = await asyncio.to_thread(server.draft_with, asked.draft)
+        names = [] if decoder.drafter is None else [*decoder.drafter.names]
+        return {"draft": asked.draft, "drafters": names}
+
     @app.post("/tokenize")
     async def tokenize(asked: TextRequest) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
@@ -325,13 +394,10 @@ def add_answers(app: FastAPI, server: Server) -> None:
 def add_facts(app: FastAPI, server: Server) -> None:
     """The endpoints that tell about the server, and the page."""
 
-    about = {
-        "id": server.options.model_name,
-        "object": "model",
-        "created": server.started,
-        "owned_by": "drafthead",
-        "max_model_len": server.max_length,
-    }
+    def about(name: str) -> dict[str, Any]:
+        """The model under one of its names."""
+        facts = {"owned_by": "drafthead", "max_model_len": server.max_length}
+        return {"id": name, "object": "model", "created": server.started, **facts}
 
     def get(path: str) -> Any:
         """A route that HEAD may ask for too."""
@@ -339,19 +405,25 @@ def add_facts(app: FastAPI, server: Server) -> None:
 
     @get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
-        return {"object": "list", "data": [about]}
+        """The model that is served, under each of its names."""
+        names = dict.fromkeys([server.options.model_name, *server.options.other_names])
+        return {"object": "list", "data": [about(name) for name in names]}
 
     @get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """The model of a name."""
         server.refuse_other(name)
-        return about
+        return about(name)
 
     @get("/health")
     async def health() -> Response:
         """Whether the decoding thread is alive."""
         return Response(status_code=200 if server.loop.thread.is_alive() else 503)
+
+    @get("/ready")
+    async def ready() -> Response:
+        """Whether one more answer can be asked for; nobody should be sent here else."""
+        return Response(status_code=200 if server.is_ready else 503)
 
     @get("/version")
     async def tell_version() -> dict[str, str]:
@@ -366,7 +438,7 @@ def add_facts(app: FastAPI, server: Server) -> None:
     @get("/")
     async def page() -> HTMLResponse:
         """A page to chat with, which runs no script and has no style but its own."""
-        facts = {"model": server.options.model_name, "key": bool(server.options.api_key)}
+        facts = {"model": server.options.model_name, "key": bool(server.options.api_keys)}
         text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         text = text.replace("{/*facts*/}", json.dumps(facts).replace("<", "\\u003c"))
         sources = [

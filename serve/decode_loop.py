@@ -21,6 +21,7 @@ from drafthead.infer.tickets import Gain, Ticket
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics
+from drafthead.serve.recording import Recorder, Source
 
 logger = logging.getLogger(__name__)
 NUMBERS = count()
@@ -73,6 +74,8 @@ class Job:
     prompt: int = 0  # number of its prompt in the response
     id: int = field(default_factory=lambda: next(NUMBERS))
     reused: int = 0  # tokens of the prompt that were read before
+    thinks: bool | None = False  # see `Form`
+    source: Source | None = None  # where the answer may be recorded
 
     def send(self, piece: Piece | ApiError) -> None:
         """Hand over a piece; called by the decoding thread."""
@@ -138,7 +141,9 @@ class DecodeLoop:
         self.running: dict[int, Job] = {}
         metrics.running.set_function(lambda: len(self.running))
         metrics.waiting.set_function(lambda: len(self.waiting) + self.scorings.count)
+        self.recorder: Recorder | None = None
         self.stopping = False
+        self.next: Decoder | None = None  # which takes the place of the decoder at the next turn
         self.changed = Condition()
         self.thread = Thread(target=self._run, name="decoding", daemon=True)
 
@@ -148,12 +153,25 @@ class DecodeLoop:
         rows.others.append(self.scorings)
         return rows
 
+    def go_on_with(self, decoder: Decoder) -> None:
+        """Decode requests from now on with a decoder of the same target."""
+        decoder.memory.most_kept = self.decoder.memory.most_kept
+        decoder.memory.most_bytes = self.decoder.memory.most_bytes
+        with self.changed:
+            self.next = decoder
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue answers; raises ApiError 429 when too many wait."""
         with self.changed:
             self._refuse(len(jobs), self.max_rows - len(self.running))
             self.waiting.extend(jobs)
             self.changed.notify()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many answers wait as may."""
+        free = self.max_rows - len(self.running)
+        return len(self.waiting) + self.scorings.count >= self.max_queue + free
 
     def _refuse(self, count: int, free: int) -> None:
         """Raise ApiError where so many answers more cannot wait, of which some have `free` rows."""
@@ -211,6 +229,10 @@ class DecodeLoop:
                 return
             gone, self.gone = self.gone & self.running.keys(), set()
             ended = [self.running.pop(number) for number in gone]
+            decoder, self.next = self.next, None
+        if decoder is not None:
+            self.decoder = decoder
+            self.rows.go_on_with(decoder.running_rows(self.max_rows))
         if gone:
             self._free(gone)
             for job in ended:
@@ -289,5 +311,8 @@ class DecodeLoop:
             job.metrics.end(reason)
             with self.changed:
                 del self.running[job.id]
+            if self.recorder is not None and job.source is not None:
+                ends = str(gain.row.finish_reason)
+                self.recorder.note(job.source, job.request, gain.row.tokens, ends)
         places = job.text.places[first:]
         job.send(Piece(parts, gain.tokens, gain.logprobs, places, reason))

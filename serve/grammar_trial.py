@@ -1,7 +1,7 @@
 """A process that compiles grammars on trial, so that it can be ended: one a line, as JSON.
 
-Started as a file, so that it imports little. Its first line says that it is ready, the others that
-a grammar was compiled; what is wrong with one is found again where it is used.
+Started as a file, so that it imports little. Its first line says that it is ready, the others what
+is wrong with a grammar, or nothing.
 """
 
 import json
@@ -15,5 +15,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
     print("ready", flush=True)
     for line in sys.stdin:
-        LLMatcher(tokens, json.loads(line), log_level=0).compute_bitmask()
-        print("compiled", flush=True)
+        matcher = LLMatcher(tokens, json.loads(line), log_level=0)
+        error = matcher.get_error()
+        matcher.compute_bitmask()
+        print(json.dumps(error), flush=True)

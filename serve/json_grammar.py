@@ -1,4 +1,4 @@
-"""Answers that are JSON, by llguidance: tokens that would break the grammar are masked.
+"""Answers in a form, by llguidance: tokens that would break the grammar are masked.
 
 The mask is a logits processor, so the engine applies it at every node of a tree: a draft that
 breaks the grammar is never accepted, and the answer is that of plain decoding under the mask.
@@ -7,8 +7,9 @@ breaks the grammar is never accepted, and the answer is that of plain decoding u
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from select import select
@@ -16,16 +17,90 @@ from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from llguidance.hf import from_tokenizer
 from transformers.generation.logits_process import LogitsProcessor
 
 from drafthead.infer import Decoder
+from drafthead.serve.answer_text import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from drafthead.serve.errors import ApiError
 
-FIELD = "response_format"
+MOST_CHARACTERS = 1 << 16  # of a form that is no JSON schema
 MOST_KNOWN = 8  # compiled grammars that are kept
 # What compiling a grammar may take, and a process that does so has in all: `grammar_trial.py`.
 TRIAL_SECONDS, MOST_BYTES = 2.0, 512 << 20
+# Without free white space, which small models would write for ever.
+COMPACT = {"whitespace_flexible": False}
+SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as templates show calls
+
+
+def schema_grammar(schema: Any, field: str, spaces: Mapping[str, Any] = COMPACT) -> dict[str, Any]:
+    """The grammar of a JSON schema, which may come as a text; raises ApiError 400 for no schema."""
+    with suppress(ValueError, RecursionError):
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(schema, dict):
+        raise ApiError(400, f"{field} is a JSON schema, which is an object", field)
+    return {"json_schema": {"x-guidance": spaces, **schema}}
+
+
+def text_grammar(kind: str, given: Any, field: str) -> dict[str, Any]:
+    """The grammar of a `regex`, of a `choice` of texts, or a `grammar` in Lark's form or GBNF.
+
+    Raises ApiError 400 for what is none.
+    """
+    texts = given if isinstance(given, list) else [given]
+    if sum(map(len, texts)) > MOST_CHARACTERS:
+        raise ApiError(400, f"{field} may have {MOST_CHARACTERS} characters at most", field)
+    if kind == "choice":
+        texts = [json.dumps(text, ensure_ascii=False) for text in texts]
+        return {"lark_grammar": f"start: {' | '.join(texts)}"}
+    if kind == "regex":
+        found: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(given))["grammars"][0]
+        return {"lark_grammar": found["lark_grammar"]}
+    try:
+        return {"lark_grammar": any_to_lark(given)}
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ApiError(400, f"the grammar is refused: {error}", field) from error
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer may be: a text of a grammar, or calls of functions."""
+
+    field: str  # of the request that asks for it
+    text: Mapping[str, Any] | None = None  # a grammar
+    functions: Sequence[Mapping[str, Any]] = ()  # that may be called
+    several: bool = False  # calls
+    thinks: bool | None = None  # whether it begins in thoughts; None: it may begin with some
+
+    def grammar(self, mark: Callable[[str], str]) -> str:
+        """All of it as one grammar; `mark` writes a mark as tokens have it."""
+        named = {} if self.text is None else {"text": self.text}
+        calls = [f"call{number}" for number in range(len(self.functions))]
+        for call, function in zip(calls, self.functions, strict=True):
+            schema = function.get("parameters") or {"type": "object"}
+            named |= {call: schema_grammar(schema, "tools", SPACED)}
+        parts = [*(["@text"] if self.text is not None else []), *(["calls"] if calls else [])]
+        before = {True: "thought ", False: "", None: f"({mark(THOUGHT)} thought)? "}[self.thinks]
+        rules = [f"start: {before}({' | '.join(parts)})", *self._calls(calls, mark)]
+        if before:
+            end, gap = mark(END_OF_THOUGHT), "/\\s*/"
+            has_text = end.startswith('"')
+            rules += [f"thought: thinking {gap}" if has_text else f"thought: thinking {end} {gap}"]
+            rules += [f"thinking{f'[suffix={end}]' if has_text else ''}: /(?s:.*)/"]
+        others = [{"name": name, **grammar} for name, grammar in named.items()]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *others]})
+
+    def _calls(self, calls: Sequence[str], mark: Callable[[str], str]) -> list[str]:
+        """The rules of calls as the template of Hermes and Qwen writes them."""
+        if not calls:
+            return []
+        begin, end = f'{mark(CALL)} "\\n{{\\"name\\": "', f'"}}\\n" {mark(END_OF_CALL)}'
+        heads = [f'{json.dumps(each["name"])}, "arguments": ' for each in self.functions]
+        pairs = zip(calls, heads, strict=True)
+        own = " | ".join(f"{json.dumps(head)} @{call}" for call, head in pairs)
+        more = ' ("\\n" call)*' if self.several else ""
+        return [f"calls: call{more}", f"call: {begin} ({own}) {end}"]
 
 
 class JsonGrammars:
@@ -62,33 +137,40 @@ class JsonGrammars:
             return str(self.decoder.tokenizer.decode([token])).encode()  # type: ignore[union-attr]
         return self.tokens.decode_bytes([token])
 
-    def mask(self, schema: Any, prompt_length: int, least: int) -> "GrammarMask":
-        """The mask that keeps an answer in the form of a schema, from `least` tokens on to its end.
+    def mark(self, text: str) -> str:
+        """A mark in Lark's form: its token where that is a special one, else its text."""
+        tokenizer = self.decoder.tokenizer
+        assert tokenizer is not None
+        number = tokenizer.convert_tokens_to_ids(text)
+        known = tokenizer.added_tokens_decoder.get(number)  # type: ignore[arg-type]
+        return f"<[{number}]>" if known is not None and known.special else json.dumps(text)
 
-        Raises ApiError 400 for a schema that allows no text, and for a target without an end.
+    def mask(self, form: Form, prompt_length: int, least: int) -> "GrammarMask":
+        """The mask that keeps an answer in a form, from `least` tokens on to its end.
+
+        Raises ApiError 400 for a form that allows no text, and for a target without an end.
         """
+        field = form.field
         if self.tokens is None or not self.ends:
-            raise ApiError(400, "this model's tokens have no known bytes, or no end", FIELD)
-        # Without free white space, which small models would write for ever.
-        grammar = LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), defaults={"whitespace_flexible": False}
-        )
-        matcher = self.compiled(grammar)
-        if matcher.is_error():
-            raise ApiError(400, f"the JSON schema is refused: {matcher.get_error()}", FIELD)
-        mask = GrammarMask(matcher, self.tokens.vocab_size, prompt_length, self.ends, least)
+            raise ApiError(400, "this model's tokens have no known bytes, or no end", field)
+        matcher = self.compiled(form)
+        mask = GrammarMask(matcher, self.tokens.vocab_size, prompt_length, self.ends, least, field)
         mask.allowed([])
         if matcher.is_stopped():
-            raise ApiError(400, "the JSON schema is refused: no text has this form", FIELD)
+            raise ApiError(400, f"{field} is refused: no text has this form", field)
         return mask
 
-    def compiled(self, grammar: str) -> LLMatcher:
-        """A matcher of a grammar; raises ApiError 400 where it takes too much time or memory."""
+    def compiled(self, form: Form) -> LLMatcher:
+        """A matcher of a form; raises ApiError 400 where it has none, or a costly one."""
         assert self.tokens is not None
-        assert self.tokens is not None
+        grammar = form.grammar(self.mark)
         if grammar not in self.known:
-            self.trial.refuse_costly(grammar)
+            # The trial has other tokens: marks are texts there, and no others are known.
+            self.trial.refuse_costly(form.grammar(json.dumps), form.field)
             found = LLMatcher(self.tokens, grammar, log_level=0)
+            if found.is_error():
+                error = found.get_error().splitlines()[0]
+                raise ApiError(400, f"{form.field} is refused: {error}", form.field)
             self.known = dict([*self.known.items(), (grammar, found)][-MOST_KNOWN:])
         return self.known[grammar].deep_copy()
 
@@ -98,8 +180,8 @@ class GrammarTrial:
 
     process: subprocess.Popen[str] | None = None
 
-    def refuse_costly(self, grammar: str) -> None:
-        """Raise ApiError 400 for a grammar that takes too much time or memory; others are fine."""
+    def refuse_costly(self, grammar: str, field: str) -> None:
+        """Raise ApiError 400 for a grammar that is none, or takes too much time or memory."""
         if self.process is None or self.process.poll() is not None:
             path = str(Path(__file__).with_name("grammar_trial.py"))
             self.process = subprocess.Popen(
@@ -114,12 +196,14 @@ class GrammarTrial:
         with suppress(OSError):  # it has just ended
             self.process.stdin.write(json.dumps(grammar) + "\n")
             self.process.stdin.flush()
-            if self._answer(TRIAL_SECONDS):
+            if answer := self._answer(TRIAL_SECONDS):
+                if error := json.loads(answer):
+                    raise ApiError(400, f"{field} is refused: {error.splitlines()[0]}", field)
                 return
         self.process.kill()
         self.process.wait()
         most = f"{TRIAL_SECONDS:.0f} seconds or {MOST_BYTES >> 20} MiB to compile"
-        raise ApiError(400, f"the JSON schema is refused: it takes more than {most}", FIELD)
+        raise ApiError(400, f"{field} is refused: it takes more than {most}", field)
 
     def _answer(self, seconds: float | None) -> str:
         """The next line of the process; nothing where it has ended, or needs longer."""
@@ -138,9 +222,10 @@ class GrammarMask(LogitsProcessor):
         prompt_length: int,
         ends: Collection[int],
         least: int,
+        field: str,  # of the request that asks for the form
     ):
         """Of an answer of fewer tokens than `least` the end is allowed where nothing else is."""
-        self.matcher, self.prompt_length = matcher, prompt_length
+        self.matcher, self.prompt_length, self.field = matcher, prompt_length, field
         self.ends, self.least = sorted(ends), least
         self.path: list[int] = []  # tokens that the matcher has read
         self.words = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)

@@ -11,7 +11,7 @@ from drafthead.serve.protocol import MOST_CHOICES
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256  # each of them is looked for after each token
 MOST_BIASES = 1024
-TEXTS = ("messages", "tools", "chat_template_kwargs")  # what templates make prompts of
+TEXTS = ("messages", "tools", "chat_template_kwargs", "input", "instructions")  # of prompts
 
 
 @dataclass(frozen=True)

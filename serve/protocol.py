@@ -1,12 +1,13 @@
 """What clients send: fields of OpenAI's requests, read as requests of the engine."""
 
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Required, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator, with_config
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import TypedDict
@@ -15,15 +16,18 @@ from drafthead.core.target.chat_template import reads
 from drafthead.infer import Decoder
 from drafthead.infer.request.options import read_options
 from drafthead.infer.request.prompts import encode
-from drafthead.infer.verifiers.base import options_of_rule
-from drafthead.serve.answer_text import AnswerText
+from drafthead.infer.request.request import Request
+from drafthead.infer.verifiers.base import FOLLOWING, options_of_rule
+from drafthead.serve.answer_text import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT, AnswerText
 from drafthead.serve.decode_loop import Inbox, Job
 from drafthead.serve.errors import ApiError, not_supported, whole
-from drafthead.serve.json_grammar import JsonGrammars
+from drafthead.serve.json_grammar import Form, JsonGrammars, schema_grammar, text_grammar
 from drafthead.serve.metrics import AnswerMetrics, Metrics
+from drafthead.serve.recording import Source
 
 MOST_CHOICES = 128
 MOST_DEPTH = 64  # objects and lists in each other
+LAST = 16  # tokens of a prompt, among which a mark of thoughts ends it
 COMPLETION_TOKENS = 16  # of a completion that names no number
 ANY = None  # every value of a field that changes no text
 Neutral: TypeAlias = dict[str, tuple[Any, ...] | None]
@@ -32,7 +36,7 @@ Neutral: TypeAlias = dict[str, tuple[Any, ...] | None]
 NEUTRAL: Neutral = {
     **dict.fromkeys(
         (
-            *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "priority"),
+            *("user", "metadata", "safety_identifier", "prompt_cache_key", "priority"),
             *("prompt_cache_retention", "request_id", "prediction", "cache_prompt"),
         ),
         ANY,
@@ -166,6 +170,16 @@ class ResponseFormat(TypedDict, total=False):
     schema: dict[str, Any] | None
 
 
+class StructuredOutputs(TypedDict, total=False):
+    """The form of an answer, as vLLM names them: one of these."""
+
+    json: dict[str, Any] | str | None
+    regex: str | None
+    choice: Annotated[list[str], Field(min_length=1)] | None
+    grammar: str | None
+    json_object: bool | None
+
+
 def schema_of(form: ResponseFormat) -> dict[str, Any] | None:
     """The JSON schema of a form; None for a text. Raises ApiError 400 for another form."""
     kind, own, named = form["type"], form.get("schema"), form.get("json_schema")
@@ -216,10 +230,35 @@ class Conversation(Body):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the answer may call tools; raises ApiError 400 where it would have to."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice can be none or auto here", "tool_choice")
+        """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> list[Function]:
+        """Functions of which the answer has to call one; none where it need not.
+
+        Raises ApiError 400 for a choice that is none, or that names none of the tools.
+        """
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return []
+        functions = [tool["function"] for tool in self.tools or ()]
+        if choice != "required":
+            kind = {"type": "function"}
+            functions = [
+                each for each in functions if {**kind, "function": {"name": each["name"]}} == choice
+            ]
+        if not functions:
+            sentence = "tool_choice is none, auto, required or the name of one of the tools, as"
+            example = '{"type": "function", "function": {"name": "it"}}'
+            raise ApiError(400, f"{sentence} {example}", "tool_choice")
+        return functions
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template reads beside messages."""
+        shows = self.must_call or self.calls_tools
+        return {**(self.chat_template_kwargs or {}), **({"tools": self.tools} if shows else {})}
 
     def prompts(self, decoder: Decoder) -> list[list[int]]:
         """The conversation as token ids; raises ApiError 400 for what nobody reads."""
@@ -233,13 +272,10 @@ class Conversation(Body):
         for place, message in enumerate(messages):
             if names := message.unread(tokenizer):
                 raise not_supported(f"messages.{place}.{names[0]}")
-        arguments = {**(self.chat_template_kwargs or {})}
-        if self.calls_tools:
-            arguments["tools"] = self.tools
         return encode(
             [message.model_dump(exclude_none=True) for message in messages],
             tokenizer,
-            template_arguments=arguments,
+            template_arguments=self.template_arguments,
             continue_final_message=self.continue_final_message,
         )
 
@@ -265,13 +301,20 @@ class Answering(Body):
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     cache_salt: str = ""  # what was read for a request is reused for the same salt alone
-    # Our own: which parts of a stream's text were drafted, and the acceptance rule, whose options
-    # are fields too.
+    # Our own: what may draft, all of the server's drafters, none or some; which parts of a stream's
+    # text were drafted; and the acceptance rule, whose options are fields too.
+    store: bool | None = None  # False: not to be recorded
+    draft: StrictBool | list[str] = True
     return_drafted: bool = False
     verifier: str = "auto"
     rule_options: dict[str, Any] = {}
@@ -302,6 +345,47 @@ class Answering(Body):
         if isinstance(self, ChatRequest) and self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs need logprobs: true", "top_logprobs")
         return self
+
+    @property
+    def given_forms(self) -> dict[str, tuple[str, Any]]:
+        """By field: the kind of a form that is asked for, and what it is."""
+        kinds = ("json", "regex", "choice", "grammar")
+        found = {f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in kinds}
+        for kind, given in (self.structured_outputs or {}).items():
+            is_object = kind == "json_object" and given is True
+            named = "structured_outputs." + kind
+            found[named] = ("json", {"type": "object"}) if is_object else (kind, given or None)
+        schema = schema_of(self.response_format) if self.response_format else None
+        found["response_format"] = "json", schema
+        return {field: pair for field, pair in found.items() if pair[1] is not None}
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer is kept in a form, which may take long to compile."""
+        return bool(self.given_forms) or (isinstance(self, ChatRequest) and bool(self.must_call))
+
+    def form(self, thinks: bool | None) -> Form | None:
+        """What the answer may be; None where it is free. `thinks` is as for `Form`.
+
+        Raises ApiError 400 for two forms, and for what is none.
+        """
+        given, text, field = self.given_forms, None, "tool_choice"
+        if len(given) > 1:
+            raise ApiError(400, f"{' and '.join(given)} are two forms of one answer", min(given))
+        functions, several = list[Function](), False
+        if isinstance(self, ChatRequest):
+            functions, several = self.must_call, self.calls_each
+        if not functions:  # else there is no text
+            for field, (kind, value) in given.items():
+                is_json = kind == "json"
+                text = schema_grammar(value, field) if is_json else text_grammar(kind, value, field)
+            if isinstance(self, ChatRequest) and text is not None and self.calls_tools:
+                functions = [tool["function"] for tool in self.tools or ()]
+        if text is None and not functions:
+            return None
+        if self.ignore_eos:
+            raise ApiError(400, f"ignore_eos does not go with {field}", "ignore_eos")
+        return Form(field, text, functions, several, thinks)
 
     @property
     def with_usage(self) -> bool:
@@ -355,6 +439,11 @@ class ChatRequest(Conversation, Answering):
     parallel_tool_calls: bool = True
 
     @property
+    def calls_each(self) -> bool:
+        """Whether the answer may call several functions: not where one is named."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, dict)
+
+    @property
     def top(self) -> int | None:
         """How many alternatives to each token are wanted; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -403,6 +492,12 @@ class TextRequest(Conversation):
         return super().prompts(decoder)
 
 
+class DraftsRequest(Body):
+    """What is to draft from now on, as `--draft` names it; an empty list: nothing."""
+
+    draft: str | list[str]
+
+
 class TokensRequest(Body):
     """Tokens to be made into a text."""
 
@@ -423,6 +518,16 @@ def token_ids(text: str | list[int], decoder: Decoder, special: bool) -> list[in
     return list(ids)  # type: ignore[arg-type]
 
 
+def sampling_of(model: Any) -> dict[str, float]:
+    """How a model's `generation_config.json` samples: at temperature 0 where it says so."""
+    config = getattr(model, "generation_config", None)
+    names = ("temperature", "top_p", "top_k", "min_p")
+    found = {name: getattr(config, name, None) for name in names}
+    if getattr(config, "do_sample", None) is False:
+        return {"temperature": 0.0}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads requests for one decoder."""
@@ -431,12 +536,15 @@ class Reader:
     metrics: Metrics
     max_length: int  # tokens of a prompt and its answer
     grammars: JsonGrammars
+    sampling: Mapping[str, float] = field(default_factory=dict)  # of requests that name none
 
     def jobs(self, asked: ChatRequest | CompletionRequest, inbox: Inbox) -> list[Job]:
         """The answers that a request asks for.
 
         Raises ApiError 400 and UserError for what cannot be honoured.
         """
+        missing = {n: v for n, v in self.sampling.items() if getattr(asked, n) is None}
+        asked = asked.model_copy(update=missing)
         self.refuse_unknown(asked.logit_bias or (), "logit_bias")
         self.refuse_unknown(asked.stop_token_ids or (), "stop_token_ids")
         prompts = asked.prompts(self.decoder)
@@ -445,11 +553,11 @@ class Reader:
         seed = secrets.randbits(62) if asked.seed in (None, -1) else asked.seed
         stops = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
         assert self.decoder.tokenizer is not None
-        jobs: list[Job] = []
+        jobs, drafts = list[Job](), self.drafts(asked)
         for number, ids in enumerate(prompts):
-            limit = self.limit(asked, len(ids))
+            limit, begun = self.limit(asked, len(ids)), self.has_begun(asked, ids)
             for _ in range(asked.choices):
-                masks = self.masks(asked, len(ids))
+                masks = self.masks(asked, begun, len(ids))
                 options = asked.options(max(1, limit), masks)
                 settings = read_options({**options, "seed": seed + len(jobs)})
                 request = self.decoder.request(ids, settings)
@@ -460,7 +568,7 @@ class Reader:
                     frozenset(asked.stop_token_ids or ()),
                     asked.skip_special_tokens,
                     ids,
-                    isinstance(asked, ChatRequest) and asked.calls_tools,
+                    self.marks(asked),
                 )
                 ends = frozenset[int]() if asked.ignore_eos else request.end_ids
                 request = replace(
@@ -468,21 +576,83 @@ class Reader:
                     stops=[text],
                     end_ids=self.grammars.ends if masks else ends,
                     cache_salt=asked.cache_salt,
+                    drafts=drafts,
                 )
                 metrics, choice = AnswerMetrics(self.metrics), len(jobs)
-                jobs.append(Job(request, inbox, text, metrics, choice, number))
+                source = self.source(asked, request, number)
+                jobs.append(
+                    Job(request, inbox, text, metrics, choice, number, thinks=begun, source=source)
+                )
         return jobs
 
+    def source(
+        self, asked: ChatRequest | CompletionRequest, request: Request, prompt: int
+    ) -> Source | None:
+        """What an answer may be recorded with; None where it may not, see `Recorder`."""
+        is_own = self.decoder.rule(request).lossless and not request.processors
+        if asked.store is False or not is_own:
+            return None
+        if isinstance(asked, CompletionRequest):
+            text = self.decoder.tokenizer.decode([*request.prompts[0]])  # type: ignore[union-attr]
+            return Source([{"role": "user", "content": str(text)}], {})
+        if asked.continue_final_message:
+            return None
+        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+        return Source(messages, asked.template_arguments)
+
+    @cached_property
+    def is_thinker(self) -> bool:
+        """Whether the model may think first: its template or its tokenizer has the marks."""
+        tokenizer = self.decoder.tokenizer
+        assert tokenizer is not None
+        template = str(tokenizer.chat_template)
+        return END_OF_THOUGHT in template or END_OF_THOUGHT in tokenizer.get_added_vocab()
+
+    def has_begun(
+        self, asked: ChatRequest | CompletionRequest, prompt: Sequence[int]
+    ) -> bool | None:
+        """Whether a prompt ends within thoughts; None where the answer may begin with some."""
+        if not (isinstance(asked, ChatRequest) and self.is_thinker):
+            return False
+        end = self.decoder.tokenizer.decode([*prompt[-LAST:]])  # type: ignore[union-attr]
+        begins = str(end).rstrip().endswith(THOUGHT)
+        return True if begins else None
+
+    def marks(self, asked: ChatRequest | CompletionRequest) -> list[str]:
+        """What is part of an answer's text though it may be special tokens."""
+        if not isinstance(asked, ChatRequest):
+            return []
+        calls = [CALL, END_OF_CALL] if asked.calls_tools else []
+        return [*calls, *([THOUGHT, END_OF_THOUGHT] if self.is_thinker else [])]
+
+    def drafts(self, asked: ChatRequest | CompletionRequest) -> frozenset[str] | None:
+        """What may draft for a request; None: all that the decoder has.
+
+        Raises ApiError 400 for other names, and beside a rule that cannot draft for rows apart.
+        """
+        drafter, names = self.decoder.drafter, asked.draft
+        known = () if drafter is None else drafter.names
+        if names is True or (drafter is None and not names):
+            return None
+        wanted = frozenset(names or ())
+        if unknown := sorted(wanted - {*known}):
+            there = ", ".join(known) or "none"
+            raise ApiError(
+                400, f"draft {unknown[0]} is not here: the drafters are {there}", "draft"
+            )
+        if wanted == {*known}:
+            return None
+        if asked.verifier not in ("auto", *FOLLOWING):
+            sentence = f"draft goes with the rules auto, {' and '.join(FOLLOWING)}, not with"
+            raise ApiError(400, f"{sentence} {asked.verifier}", "draft")
+        return wanted
+
     def masks(
-        self, asked: ChatRequest | CompletionRequest, prompt_length: int
+        self, asked: ChatRequest | CompletionRequest, thinks: bool | None, prompt_length: int
     ) -> list[LogitsProcessor]:
         """What keeps an answer in the form that is asked for; raises ApiError 400 for no form."""
-        schema = schema_of(asked.response_format) if asked.response_format else None
-        if schema is None:
-            return []
-        if asked.ignore_eos:
-            raise ApiError(400, "ignore_eos cannot be combined with response_format", "ignore_eos")
-        return [self.grammars.mask(schema, prompt_length, asked.min_tokens)]
+        form = asked.form(thinks)
+        return [] if form is None else [self.grammars.mask(form, prompt_length, asked.min_tokens)]
 
     def text_of(self, token: int) -> str:
         """The text of a token by itself, special ones as they are named, else its bytes."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.request.text_pieces import GrowingAnswer, texts_of
-from drafthead.serve.answer_text import ToolCalls
+from drafthead.serve.answer_text import Thoughts, ToolCalls
 from drafthead.serve.decode_loop import DecodeLoop, Job, Piece
 from drafthead.serve.errors import ApiError, error_body
-from drafthead.serve.json_grammar import FIELD, GrammarMask
+from drafthead.serve.json_grammar import GrammarMask
 from drafthead.serve.metrics import speculation
 from drafthead.serve.protocol import ChatRequest, CompletionRequest, Reader
 
@@ -30,6 +30,8 @@ class Choice:
     is_chat: bool
     tools: ToolCalls | None
     asked: ChatRequest | CompletionRequest
+    thoughts: Thoughts | None = None
+    thought: str = ""
     text: str = ""
     echoed: int = 0  # characters of the prompt that the text begins with
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -39,13 +41,16 @@ class Choice:
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """The choice of a chunk for a piece, which becomes a part of the whole."""
-        text = piece.text
+        text, thought = piece.text, ""
         calls: list[dict[str, Any]] = []
+        if self.thoughts is not None:
+            thought, text = self.thoughts.add(text, piece.finish_reason is not None)
         if self.tools is not None:
             text, calls = self.tools.add(text, piece.finish_reason is not None)
             if not (isinstance(self.asked, ChatRequest) and self.asked.parallel_tool_calls):
                 calls = calls[: max(0, 1 - len(self.calls))]
         self.text, self.calls = self.text + text, self.calls + calls
+        self.thought += thought
         self.tokens += piece.tokens
         logprobs = None
         if piece.logprobs is not None:
@@ -59,6 +64,7 @@ class Choice:
         said: dict[str, Any] = {"text": text}
         if self.is_chat:
             said = {"delta": {"content": text} | ({"tool_calls": calls} if calls else {})}
+            said["delta"] |= {"reasoning_content": thought} if thought else {}
         if self.asked.return_drafted:
             said["drafted"] = [{"text": part, "drafted": drafted} for part, drafted in piece.parts]
         return self._choice(said, logprobs, piece.tokens)
@@ -90,6 +96,7 @@ class Choice:
         content = self.text if self.text or not self.calls else None
         calls = [{name: call[name] for name in ("id", "type", "function")} for call in self.calls]
         message = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"reasoning_content": self.thought} if self.thought else {}
         said["message"] = message | ({"tool_calls": calls} if calls else {})
         return self._choice(said, self.logprobs, self.tokens)
 
@@ -97,9 +104,12 @@ class Choice:
         """The error of an answer; of one whose form allows no next token it is the form's."""
         masks = [each for row in self.job.request.processors for each in row]
         forms = [each for each in masks if isinstance(each, GrammarMask)]
-        if all(form.allowed(self.tokens).any() for form in forms):
-            return error
-        return ApiError(400, "the JSON schema is too hard to follow, or has no end", FIELD)
+        for form in forms:
+            if not form.allowed(self.tokens).any():
+                return ApiError(
+                    400, f"{form.field} is too hard to follow, or has no end", form.field
+                )
+        return error
 
     def _choice(
         self, said: dict[str, Any], logprobs: Any, tokens: Sequence[int] = ()
@@ -178,7 +188,14 @@ class Response:
         self.is_chat = isinstance(asked, ChatRequest)
         with_tools = isinstance(asked, ChatRequest) and asked.calls_tools
         self.choices = [
-            Choice(job, reader, self.is_chat, ToolCalls() if with_tools else None, asked)
+            Choice(
+                job,
+                reader,
+                self.is_chat,
+                ToolCalls() if with_tools else None,
+                asked,
+                None if job.thinks is False else Thoughts(bool(job.thinks)),
+            )
             for job in jobs
         ]
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -268,6 +285,12 @@ class Response:
             "total_tokens": prompts + answers,
             "prompt_tokens_details": {"cached_tokens": sum(job.reused for job in firsts)},
         }
+
+    def account(self) -> str:
+        """What was read, written and drafted, for people."""
+        usage, found = self.usage(), speculation([job.metrics for job in self.jobs])
+        drafted = f"{found['num_accepted_draft_tokens']} of {found['num_draft_tokens']} drafts"
+        return f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {drafted}"
 
     def drafts(self) -> dict[str, Any]:
         """How drafts fared, where there were any."""

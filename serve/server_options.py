@@ -1,5 +1,6 @@
 """How a server serves; this file imports no server, so that the command line can list options."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -35,6 +36,21 @@ class Serving:
             description="Name with a dot under which clients know this machine, or *. Repeatable."
         ),
     ] = ()
+    record: Annotated[
+        Path | None,
+        Field(
+            description="File to keep answers in, with their prompts, for build --continue; by "
+            "default none is kept."
+        ),
+    ] = None
+    max_record: Annotated[AtLeastOne, Field(description="Most MiB of that file.")] = 1024
+    model_sampling: Annotated[
+        bool,
+        Field(
+            description="Whether requests without temperature, top_p, top_k or min_p get those of "
+            "the model's generation_config.json."
+        ),
+    ] = False
     prefix_cache: Annotated[
         bool,
         Field(description="Whether prompts go on from what was read for earlier answers."),
@@ -46,5 +62,6 @@ class ServerOptions(Serving):
     """How a server serves."""
 
     model_name: str  # for clients
-    other_name: str | None = None  # of the model, which clients may send too
-    api_key: str | None = None  # that requests must bring
+    target: str = ""  # its name, for rows of `record`
+    other_names: tuple[str, ...] = ()  # of the model, which clients may send too
+    api_keys: tuple[str, ...] = ()  # of which requests must bring one

@@ -107,6 +107,67 @@ OTHERS: dict[str, dict[str, object]] = {
         **MLP, **LATENT, "num_layers": 2, "num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2,
         "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2,
     },
+    "modernbert-decoder": {**FEW, "bos_token_id": 1},
+}  # fmt: skip
+# Those that attend to some of the keys: with many heads of an indexer no scores are alike.
+INDEXED = {**FEW, **LATENT, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 32}
+OTHERS |= dict.fromkeys(
+    ["axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"], INDEXED
+)
+# BERT and its kin, where they decode.
+DECODING = {**FEW, "is_decoder": True, "embedding_size": HIDDEN}
+BERTS = (
+    "bert bert-generation camembert data2vec-text electra ernie megatron-bert roberta "
+    "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl"
+)
+GLYPHS = {"pronunciation_vocab_size": 8, "shape_vocab_size": 8}  # of RoCBert
+OTHERS |= {name: {**DECODING, **GLYPHS} for name in BERTS.split()} | {
+    "big_bird": {**DECODING, "attention_type": "original_full"},
+    "rembert": {**DECODING, "input_embedding_size": HIDDEN, "output_embedding_size": HIDDEN},
+    "xmod": {**DECODING, "default_language": "en_XX", "languages": ["en_XX"]},
+}  # fmt: skip
+# Those of images or sounds and text, used for text alone.
+PATCHES = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+
+
+def with_images(text: dict[str, object], **vision: object) -> dict[str, object]:
+    """Settings of a model with a small part for images beside that for texts."""
+    return {
+        "text_config": {**SIZES, "bos_token_id": 1, **text},
+        "vision_config": {**PATCHES, **vision},
+    }
+
+
+OTHERS |= {
+    "gemma3": with_images(ARCHITECTURES["gemma3_text"], model_type="siglip_vision_model"),
+    "gemma4": with_images(ARCHITECTURES["gemma4_text"]),
+    "gemma4_unified": with_images(OTHERS["gemma4_unified_text"]),
+    "llama4": with_images(ARCHITECTURES["llama4_text"]),
+    "got_ocr2": with_images({"model_type": "qwen2", **GROUPED}),
+    "mllama": with_images(
+        {
+            **GROUPED, "cross_attention_layers": [],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        num_global_layers=1, attention_heads=2, intermediate_layers_indices=[0],
+        vision_output_dim=32,
+    ),
+    "phi4_multimodal": {
+        **FEW, "vision_config": {**PATCHES, "crop_size": 16},
+        "audio_config": {
+            "hidden_size": 16, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2,
+            "ext_pw_out_channel": 16, "conv_channels": 8, "nemo_conv_channels": 8,
+        },
+    },
+    "emu3": {
+        "text_config": {**SIZES, **GROUPED, "bos_token_id": 1},
+        "vq_config": {
+            "base_channels": 32, "channel_multiplier": [1], "embed_dim": 8, "hidden_size": 16,
+        },
+    },
 }  # fmt: skip
 
 
@@ -152,6 +213,11 @@ STATEFUL: dict[str, dict[str, object]] = {
         "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16,
         "adapter_rank": 4, **ALIKE_STEPS,
     },
+    "zamba": {
+        **FEW, "num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba"] * 2,
+        "attn_layer_period": 3, "attn_layer_offset": 1, "n_mamba_heads": 2, "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
     "jamba": {
         **THREE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 3,
         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
@@ -159,6 +225,14 @@ STATEFUL: dict[str, dict[str, object]] = {
     "mamba": MAMBA,
     "falcon_mamba": MAMBA,
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
+    "recurrent_gemma": {
+        **THREE, "lru_width": HIDDEN, "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "attention", "recurrent"],
+    },
+    "minimax": {**THREE, **BETWEEN, "block_size": 4},
+    "zaya": {**THREE, "num_experts_per_tok": 1},
+    "qwen3_5": {"text_config": {**SIZES, **DELTA, **BETWEEN}},
+    "qwen3_5_moe": {"text_config": {**SIZES, **DELTA, **BETWEEN}},
 }  # fmt: skip
 OTHERS |= STATEFUL
 

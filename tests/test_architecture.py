@@ -108,8 +108,10 @@ PRONOUNS = re.compile(
 )
 
 
-def test_a_drafter_and_its_session_have_ten_members() -> None:
-    """What the engine asks of whatever proposes tokens; `row_state` says what a row's state is."""
+def test_a_drafter_and_its_session_have_twelve_members() -> None:
+    """What the engine asks of whatever proposes tokens; `row_state` says what a row's state is, and
+    `wanted` which of the `names` of a drafter's parts each row asks for.
+    """
     members = {
         name
         for part in (Drafter, DraftSession, RowState)
@@ -118,7 +120,7 @@ def test_a_drafter_and_its_session_have_ten_members() -> None:
     }
     session = {"propose", "commit", "keep_rows", "join_rows", "cut"}
     assert members - {"row_state"} == {
-        *("features", "budgets", "sampling_rule", "compile", "start"),
+        *("features", "names", "budgets", "sampling_rule", "compile", "start", "wanted"),
         *session,
     }
 

@@ -35,9 +35,10 @@ from drafthead.backends.cpu.threads import threads
 from drafthead.core.backend import Backend
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.column_cache import move_columns
-from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, find_module
+from drafthead.core.target.architecture import find_decoder, find_layers
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import in_this_thread
+from drafthead.core.target.logit_finish import Finish
 from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.one_width import is_alike
 from drafthead.core.target.target import Target, TargetOutput
@@ -80,14 +81,19 @@ class PackedTarget(Target):
         self.in_bytes = in_bytes or target.in_bytes
         self.pack()
 
+    def find_finish(self) -> Finish:
+        """As `Target.find_finish`: the target has found it, for the same model."""
+        return self.plain.finish
+
     @torch.no_grad()
     def pack(self) -> None:
         """Read the model's weights as they are now."""
         self.state = state_of(self.model)
         self.called = twin_of(self.model, self.in_bytes)
         decoder = find_decoder(self.called)
-        self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
-        self.last_state = self.find_last_state(decoder)
+        self.layers = find_layers(decoder)
+        after_norm = self.last_state.is_input
+        self.last_state = self.head_input() if after_norm else self.find_last_state(decoder)
         self.output_head = self.called.get_output_embeddings()
         self.functions.clear()
         self.is_hooked = False

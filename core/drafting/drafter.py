@@ -1,10 +1,10 @@
 """The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -20,6 +20,16 @@ from drafthead.core.target.target import Target
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget
+
+# By row, the names of what may draft for it; None: all that there is, for a row or for all of them.
+Wanted: TypeAlias = Sequence[frozenset[str] | None] | None
+
+
+def wanting(wanted: Wanted, names: Collection[str]) -> list[bool] | None:
+    """Which rows want drafts of one of these names; None: all do."""
+    if wanted is None:
+        return None
+    return [own is None or not own.isdisjoint(names) for own in wanted]
 
 
 def at_last(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -187,6 +197,8 @@ class DraftSession(RowState, ABC):
     After `cut` to the first positions, the next commit is of the positions from there on.
     """
 
+    wanted: Wanted = None  # by the rows of the next proposal, for sessions of several drafters
+
     @abstractmethod
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         """A tree within the budget after the last committed token.
@@ -217,6 +229,7 @@ class Drafter(ABC):
     """Whatever proposes tokens: a head, a draft model, prompt lookup."""
 
     features: FeatureSpec
+    names: tuple[str, ...] = ("drafter",)  # of its parts, by which a request chooses among them
     # Sizes that it can use, with what is known of each before decoding. The last one is used where
     # nothing chooses. Where that is a chain, children are drawn in chains.
     budgets: tuple[Budget, ...]

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers.configuration_utils import PretrainedConfig
@@ -14,9 +14,10 @@ from drafthead.core.errors import UserError
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 # Where the architectures of transformers keep their decoder layers and their final norm.
 LAYER_NAMES = ("layers", "h", "blocks", "block")
+ENCODER_LAYERS = "layer"  # of what BERT and its kin call an encoder, also where it decodes
 NORM_NAMES = (
     *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
-    *("layer_norm", "layernorm"),
+    *("layer_norm", "layernorm", "final_norm"),
     "embedding_norm",  # LFM2, where it is the last one all the same
 )
 # How a `forward` calls the argument for keys and values: `cache` from transformers 5.24 on. The old
@@ -24,12 +25,16 @@ NORM_NAMES = (
 CACHE_NAMES = ("past_key_values", "cache")
 
 
+def find_any(root: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The first attribute of `root` among `names` that is a module; None where none is."""
+    found = (getattr(root, name, None) for name in names)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
 def find_module(root: nn.Module, names: Sequence[str], what: str) -> nn.Module:
     """The first attribute of `root` among `names`; raises UserError naming what is missing."""
-    for name in names:
-        module = getattr(root, name, None)
-        if isinstance(module, nn.Module):
-            return module
+    if (module := find_any(root, names)) is not None:
+        return module
     raise UserError(
         f"{type(root).__name__} has no {what} under any of the names {', '.join(names)}: "
         "drafthead cannot read hidden states of this architecture"
@@ -61,6 +66,19 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return getattr(model, "model", decoder)
 
 
+def find_layers(decoder: PreTrainedModel) -> nn.Module:
+    """The decoder layers; raises UserError where there are none, or where each sees all tokens."""
+    own = getattr(getattr(decoder, "encoder", None), ENCODER_LAYERS, None)
+    if own is None or find_any(decoder, LAYER_NAMES):
+        return find_module(decoder, LAYER_NAMES, "decoder layers")
+    if not getattr(decoder.config, "is_decoder", True):
+        raise UserError(
+            f"{type(decoder).__name__} is not supported as a target: each token also sees those "
+            "after it; where it was trained to decode, set is_decoder in its config.json"
+        )
+    return own
+
+
 def can_skip_logits(model: PreTrainedModel, decoder: PreTrainedModel) -> bool:
     """Whether `logits_to_keep` limits the logits and nothing else, and may name no position."""
     takes = inspect.signature(type(model).forward).parameters.get("logits_to_keep")
@@ -77,6 +95,18 @@ def cache_argument(function: Callable[..., object]) -> str:
     return next((name for name in CACHE_NAMES if name in takes), "")
 
 
+def names_in(function: Any) -> set[str]:
+    """What a function looks up."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return set() if code is None else {*code.co_names}
+
+
+def is_derived(config: PretrainedConfig, name: str) -> bool:
+    """Whether a setting follows from others and cannot be set."""
+    known = getattr(type(config), config.attribute_map.get(name, name), None)
+    return isinstance(known, property) and known.fset is None
+
+
 def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
     """Make a model's configuration that of some of its layers.
 
@@ -88,6 +118,8 @@ def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> None:
         own = {int(layer): settings for layer, settings in own.items()}
         config.per_layer_config = {n: own[old] for n, old in enumerate(layers) if old in own}
     for name, value in given.items():
+        if is_derived(config, name):
+            continue
         if isinstance(value, list) and len(value) == count and not name.endswith("_token_id"):
             setattr(config, name, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)

@@ -17,6 +17,7 @@ from drafthead.core.errors import UserError, first_line
 
 SAMPLED = 4  # tokens of the pass that shows how a model makes logits
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 EXACT, ROUGH = 1e-4, 1e-2  # what a product in another order makes: float32, 16 bits
 TINY = 1e-30  # logits may all be 0
 
@@ -42,7 +43,7 @@ def possible(config: PretrainedConfig) -> Iterator[Finish]:
     stated = [getattr(config, name, None) or 1.0 for name in SCALES]
     scale, divisor, multiplier, width = stated  # Cohere, Granite, Falcon H1, Inkling
     others = [factor for number in stated for factor in (number, 1 / number)]
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = next((cap for name in CAPS if (cap := getattr(config, name, None))), None)
     scales = dict.fromkeys([scale / divisor * multiplier / width, 1.0, *others])
     yield from (Finish(*both) for both in product(scales, dict.fromkeys([cap, None])))
 

@@ -9,16 +9,19 @@ that a node sees is that key's position, whatever cache column it is in::
 """
 
 import inspect
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.architecture import cache_argument
+from drafthead.core.target.architecture import cache_argument, names_in
 from drafthead.core.target.hooks import in_this_thread
 
 # Names that transformers gives layers in a configuration's `layer_types`.
@@ -26,7 +29,8 @@ STATE_MASKS = ("linear_attention", "conv")  # of layers that carry a state: whic
 # Of layers that do both, what they attend to.
 HYBRID_LAYERS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 RECURRENT_LAYERS = {*STATE_MASKS, *HYBRID_LAYERS}
-MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Of "indexed" layers a token looks at some of the keys that it sees, by keys of an indexer.
+MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 LAYERS_WITHOUT_ATTENTION = {"moe", "mlp", "sparse", "dense"}
 # Attention implementations that add any mask to the scores.
 MASKED_ATTENTION = {"eager", "sdpa"}
@@ -117,6 +121,25 @@ def uses_alibi(config: PretrainedConfig) -> bool:
     )
 
 
+def counts_columns(decoder: PreTrainedModel) -> bool:
+    """Whether anything in a model's module asks its cache for the column of the first query."""
+    functions = [getattr(each, "forward", each) for each in members(decoder)]
+    return any("get_query_offset" in names_in(function) for function in functions)
+
+
+def has_cache_of_its_own(decoder: PreTrainedModel) -> bool:
+    """Whether a model's module defines a cache that is none of transformers'."""
+    own = [each for each in members(decoder) if each.__name__.endswith("Cache")]
+    return any(isinstance(each, type) and not issubclass(each, Cache) for each in own)
+
+
+def members(decoder: PreTrainedModel) -> list[Any]:
+    """The classes and functions that the module of a model's class defines."""
+    names = vars(sys.modules[type(decoder).__module__])
+    found = [each for each in names.values() if hasattr(each, "__name__")]
+    return [each for each in found if getattr(each, "__module__", "") == names["__name__"]]
+
+
 def check_forward(
     model: PreTrainedModel,
     decoder: PreTrainedModel,
@@ -134,11 +157,15 @@ def check_forward(
         "it keeps no key-value cache": not all(
             cache_argument(type(each).forward) for each in (model, decoder)
         ),
+        "it keeps a running state in a cache of its own": has_cache_of_its_own(decoder),  # xLSTM
         "it counts positions by itself, and the nodes of a token tree share some": (
             "position_ids" not in takes and not alibi and has_attention
         ),
         "its local layers count their window in columns of the cache, not in positions": (
             "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo
+        ),
+        "it counts distances in columns of the cache, not in positions": (
+            counts_columns(decoder)  # Inkling
         ),
         "it scales attention by columns of the cache, not by positions": (
             has_unrotated_layers and getattr(config, "attn_temperature_tuning", False)  # Llama 4

@@ -184,8 +184,8 @@ def obstacle(target: Target) -> str | None:
         return "an encoder reads a text as a whole"
     if target.dtype.itemsize != 2:
         return "in float32 rounding is far below the distance of two logits: leave it out"
-    if target.stateful_layers is not None:
-        return "its layers carry a running state"
+    if target.keeps_more is not None:
+        return target.keeps_more
     if target.backend.compiles:
         return "its passes are compiled or recorded: leave compile out"
     if target.has_alibi or target.config._attn_implementation != "sdpa":

@@ -23,7 +23,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, find_module
+from drafthead.core.target.architecture import find_decoder, find_layers
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Placement:
 
     def device_map(self, model: PreTrainedModel, device: torch.device) -> dict[str, Device]:
         """The device of each part of a model, whose inputs are on `device`."""
-        layers = find_module(find_decoder(model), LAYER_NAMES, "decoder layers")
+        layers = find_layers(find_decoder(model))
         path = next(name for name, module in model.named_modules() if module is layers)
         here = named(device)
         if self.layers == "auto":

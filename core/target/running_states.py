@@ -3,24 +3,33 @@
 transformers' layers hand states to functions that they look up by name. In passes that follow a
 `StateCache` they find others under these names, which call the model's own function for each node
 of a tree, with the state of its parent. No modelling file is patched: a layer's `forward` looks
-elsewhere for one pass, as hooks come and go.
+elsewhere for one pass, as hooks come and go. A layer by other functions runs once for each node.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
+from torch.nn.functional import pad
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
 
 from drafthead.core.errors import UserError
+from drafthead.core.target.architecture import names_in
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.state_cache import StateCache
 from drafthead.core.trees.tree import ancestor_mask
 
-STORES = {"update_conv_state", "update_recurrent_state"}  # by which a layer leaves a state
+# By which a layer leaves a state; the last is MiniMax's.
+STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+# Layers that keep states as attributes, and which; and those that know functions and call them for
+# one head after the other.
+OWN_STATES = {"RecurrentGemmaRecurrentBlock": ("conv1d_state", "rg_lru.recurrent_states")}
+BY_HEAD = {"ZambaMambaMixer"}
 FEW = 8  # tokens that are quicker read one by one
 Function = Callable[..., Any]
 
@@ -53,20 +62,21 @@ class StatefulLayer:
     def convolution(self, _name: str) -> Function:
         """`causal_conv1d_fn`, with the inputs on each node's path."""
         plain = self.model_functions["causal_conv1d_fn"]
-        step = self.model_functions["causal_conv1d_update"]
 
-        def run(columns: torch.Tensor, weight: torch.Tensor, *others: Any, **options: Any) -> Any:
-            cache, width = self.cache, weight.shape[-1]
-            if not cache.steps:
-                return plain(columns, weight, *others, **options)
-            if cache.is_chain:
-                known, new = columns.tensor_split([-cache.new_nodes], dim=-1)
-                return step(new, known[:, :, 1 - width :].clone(), weight, *others, **options)
-            windows = cache.windows(columns, width)  # [B, C, N, K]
-            batch, channels, nodes, _ = windows.shape
-            known, new = windows.transpose(1, 2).flatten(0, 1).tensor_split([-1], dim=-1)
-            found = step(new, known.contiguous(), weight, *others, **options)
-            return found.view(batch, nodes, channels).transpose(1, 2)
+        def run(
+            columns: torch.Tensor,  # [B, C, K + N]
+            weight: torch.Tensor,  # [C, K]
+            bias: torch.Tensor | None = None,
+            activation: str | None = None,
+            **options: Any,
+        ) -> Any:
+            if not self.cache.steps:
+                return plain(columns, weight, bias, activation=activation, **options)
+            # One product of a window is quicker than a convolution of few columns.
+            found = (self.cache.windows(columns, weight.shape[-1]) * weight[:, None]).sum(-1)
+            if bias is not None:
+                found = found + bias[:, None]
+            return (found if activation is None else ACT2FN[activation](found)).to(columns.dtype)
 
         return run
 
@@ -178,6 +188,170 @@ class StatefulLayer:
         return run
 
 
+class OneState(Cache):
+    """What a layer reads and leaves beside the outputs of one pass of it."""
+
+    def __init__(self, states: dict[Any, torch.Tensor]) -> None:
+        super().__init__(layers=[])
+        self.states = states  # [R, ...]
+
+    def has_previous_state(self, *_: object) -> bool:
+        """Whether anything came before."""
+        return bool(self.states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """That convolutions are to leave their inputs to the cache."""
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The last inputs [R, C, K] of a convolution; None before a prompt."""
+        return self.states.get(("window", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A state [R, ...]; None before a prompt."""
+        return self.states.get(("state", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,  # [R, C, N]
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Take N new inputs of a convolution; returns them after those before."""
+        known = self.states.get(("window", state_idx))
+        width = conv_kernel_size or (conv_states if known is None else known).shape[-1]
+        if known is not None:
+            found = torch.cat([known, conv_states], dim=-1)
+        else:
+            found = pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self.states["window", state_idx] = found[..., -width:]
+        return found
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: torch.Tensor,  # [R, ...]
+        layer_idx: int,
+        state_idx: int = 0,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Take a new state."""
+        self.states["state", state_idx] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """The state of MiniMax's lightning attention."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Take a new state of it [R, ...]."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+
+class TokenLayer:
+    """The `forward` of a layer by functions that are not known, in passes that follow a
+    `StateCache`: it runs once for each level of a tree, and reads a token after its parent's state.
+    """
+
+    is_of_a_pass = True  # `weight_state` asks
+
+    def __init__(self, module: nn.Module, number: int):
+        self.module, self.plain = module, type(module).forward
+        self.slot = -1 - number, 0  # of its states, in one tensor [R, n]
+        paths = [name.rpartition(".") for name in OWN_STATES.get(type(module).__name__, ())]
+        self.attributes = [(module.get_submodule(path), name) for path, _, name in paths]
+        self.parts: list[tuple[Any, torch.Size, torch.dtype]] = []  # what that one is made of
+        self.outputs: list[torch.Size | None] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The layer's outputs."""
+        names, values = (*range(len(args)), *options), [*args, *options.values()]
+        caches = [each for each in values if isinstance(each, StateCache)]
+        if not caches:
+            return self.plain(self.module, *args, **options)
+        [cache] = caches
+
+        def run(given: list[Any], states: dict[Any, torch.Tensor]) -> Any:
+            known = OneState(states)
+            given = [known if each is cache else each for each in given]
+            by_name = dict(zip(names[len(args) :], given[len(args) :], strict=True))
+            return self._run(known, given[: len(args)], by_name)
+
+        if not cache.has_previous_state():
+            found, states = run(values, {})
+            cache.last[self.slot] = self._packed(states)
+            return found
+        rows, count = next(each for each in values if isinstance(each, torch.Tensor)).shape[:2]
+
+        def after(state: torch.Tensor, *place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            given = [of_nodes(each, place, rows, count) for each in values]
+            found, states = run(given, self._unpacked(state))
+            found = found if isinstance(found, tuple) else (found,)
+            # What has no place for each token is only for those who look on.
+            per_token = [t if t is not None and t.shape[1] == 1 else None for t in found]
+            self.outputs = [None if t is None else t.shape[2:] for t in per_token]
+            parts = [t.flatten(1) for t in per_token if t is not None]
+            return torch.cat(parts, dim=1), self._packed(states)
+
+        cache.slot = self.slot
+        if cache.steps:
+            found = cache.follow(after)[0]
+        else:
+            state, outputs = cache.running.recurrent[self.slot], []
+            for node in range(count):
+                output, state = after(state, slice(None), node)
+                outputs.append(output)
+            found, cache.last[self.slot] = torch.stack(outputs, dim=1), state
+        return self._split(found)
+
+    def _run(self, known: OneState, args: list[Any], options: dict[str, Any]) -> Any:
+        """Outputs of the layer, and its states after it."""
+        before = [getattr(*each) for each in self.attributes]
+        for owner, name in self.attributes:
+            setattr(owner, name, known.states.get(name))
+        try:
+            found = self.plain(self.module, *args, **options)
+            own = {name: getattr(owner, name) for owner, name in self.attributes}
+            return found, known.states | own
+        finally:
+            for each, value in zip(self.attributes, before, strict=True):
+                setattr(*each, value)
+
+    def _packed(self, states: dict[Any, torch.Tensor]) -> torch.Tensor:
+        """The states as one tensor [R, n]."""
+        self.parts = [(name, state.shape[1:], state.dtype) for name, state in states.items()]
+        return torch.cat([state.flatten(1) for state in states.values()], dim=1)
+
+    def _unpacked(self, state: torch.Tensor) -> dict[Any, torch.Tensor]:
+        """The states in one tensor [R, n], as copies: a layer may write into them."""
+        pieces = state.split([shape.numel() for _, shape, _ in self.parts], dim=1)
+        return {
+            name: piece.view(-1, *shape).to(dtype, copy=True)
+            for (name, shape, dtype), piece in zip(self.parts, pieces, strict=True)
+        }
+
+    def _split(self, found: torch.Tensor) -> Any:
+        """Outputs as the layer returns them, of those in one tensor [B, N, n]."""
+        sizes = [shape.numel() for shape in self.outputs if shape is not None]
+        pieces = iter(found.split(sizes, dim=-1))
+        outputs = tuple(
+            None if shape is None else next(pieces).unflatten(-1, shape) for shape in self.outputs
+        )
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def of_nodes(given: Any, place: tuple[Any, Any], rows: int, count: int) -> Any:
+    """What a layer is given for nodes at a place in a table [B, N]: of tensors [B or 1, N, ...]
+    their part [R, 1, ...], also where they are in a tuple; all else as it is.
+    """
+    if isinstance(given, tuple):
+        return tuple(of_nodes(each, place, rows, count) for each in given)
+    if not isinstance(given, torch.Tensor) or given.shape[1:2] != (count,):
+        return given
+    return given.expand(rows, *given.shape[1:])[place][:, None]
+
+
 # Of one form for a text, and the other for a token.
 DELTA_RULES = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
@@ -194,12 +368,6 @@ FUNCTIONS: dict[str, Callable[[StatefulLayer, str], Function]] = {
 }
 
 
-def names_in(function: Any) -> set[str]:
-    """What a function looks up."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return set() if code is None else {*code.co_names}
-
-
 def stores_of(module: nn.Module) -> set[str]:
     """By which names a module leaves states, in any of its methods."""
     methods = [method for method in vars(type(module)).values() if inspect.isfunction(method)]
@@ -211,6 +379,14 @@ def known_functions(module: nn.Module) -> set[str]:
     return names_in(type(module).forward) & set(FUNCTIONS)
 
 
+def is_known(module: nn.Module) -> bool:
+    """Whether all functions by which a layer with a state computes it are known."""
+    stores, kind = stores_of(module), type(module)
+    in_others = stores - names_in(kind.forward)  # in another method
+    is_whole = not in_others and len(known_functions(module)) >= 2 * len(stores)
+    return kind.__name__ not in {*BY_HEAD, *OWN_STATES} and is_whole
+
+
 class StatefulLayers:
     """A context in which the layers of a model that carry a state go on from a `StateCache`.
 
@@ -218,7 +394,10 @@ class StatefulLayers:
     """
 
     def __init__(self, modules: Sequence[nn.Module]):
-        self.layers = [StatefulLayer(module) for module in modules]
+        self.layers = [
+            StatefulLayer(module) if is_known(module) else TokenLayer(module, number)
+            for number, module in enumerate(modules)
+        ]
 
     def __enter__(self) -> None:
         for layer in self.layers:
@@ -232,18 +411,14 @@ class StatefulLayers:
 def stateful_layers(model: nn.Module) -> StatefulLayers | None:
     """The layers of a model that carry a state; None where no layer does.
 
-    Raises UserError for layers that compute states by functions that are not known, and for layers
-    that are not in memory all the time.
+    Raises UserError for layers that are not in memory all the time.
     """
-    modules = [module for module in model.modules() if stores_of(module)]
+    modules = [
+        module
+        for module in model.modules()
+        if stores_of(module) or type(module).__name__ in OWN_STATES
+    ]
     for module in modules:
-        stores = stores_of(module)
-        hidden = stores - names_in(type(module).forward)  # in another method
-        if hidden or len(known_functions(module)) < 2 * len(stores):
-            raise UserError(
-                f"{type(model).__name__} is not supported as a target: {type(module).__name__} "
-                "computes a running state by functions that drafthead does not know"
-            )
         if not hasattr(module.__dict__.get("forward", StatefulLayer), "is_of_a_pass"):
             raise UserError(
                 f"{type(model).__name__} is not supported as a target where its layers are on "
@@ -252,13 +427,31 @@ def stateful_layers(model: nn.Module) -> StatefulLayers | None:
     return StatefulLayers(modules) if modules else None
 
 
+def own_cache(model: nn.Module) -> type[Cache] | None:
+    """The class of caches that a model's module defines for it, as MiniMax's does."""
+    names = vars(sys.modules[type(model).__module__])
+    of_it = [
+        each for each in names.values() if getattr(each, "__module__", "") == names["__name__"]
+    ]
+    return next(
+        (each for each in of_it if isinstance(each, type) and issubclass(each, Cache)), None
+    )
+
+
+def cache_class(model: nn.Module) -> type[StateCache]:
+    """The class of `StateCache` that a model takes: some ask for one of their own."""
+    own = own_cache(model)
+    return StateCache if own is None else type("OwnStateCache", (StateCache, own), {})
+
+
 def difference(target: Any) -> float:
     """The share by which logits of a `Target` differ of a text that transformers' own cache reads
     token by token after a prompt, and in trees with wrong siblings, whose right path is committed.
     """
     ids = torch.arange(3, 11, device=target.device)[None] % target.vocab_size
     positions = torch.arange(8, device=target.device)[None]
-    own, cache = DynamicCache(config=target.config), target.new_cache()
+    kind, cache = own_cache(target.model), target.new_cache()
+    own = DynamicCache(config=target.config) if kind is None else kind()
     expected = [
         target.run(ids[:, part], positions[:, part], None, NO_FEATURES, own).logits
         for part in (slice(2), *(slice(n, n + 1) for n in range(2, 8)))

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import ColumnCache, Mover, move_columns
-from drafthead.core.target.tree_cache import Places, TreeCache
+from drafthead.core.target.tree_cache import TreeCache
 
 Slot = tuple[int, int]  # a layer, and which of its states
 States = dict[Slot, torch.Tensor]  # [B, ...]
@@ -54,7 +54,6 @@ class StateCache(TreeCache):
 
     def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns) -> None:
         super().__init__(memory, move)
-        self.numbers_of: dict[int, int] = {}  # which of `keys` belongs to a layer
         self.running = RunningStates({}, {})
         # Those before the last commit, after so many positions [B]: texts can be cut there.
         self.before: tuple[torch.Tensor, RunningStates] | None = None
@@ -116,7 +115,7 @@ class StateCache(TreeCache):
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         """Whether anything was committed."""
-        return bool(self.running.windows)
+        return any(self.running)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The last inputs [B, C, K] of a convolution; None before a prompt."""
@@ -200,6 +199,8 @@ class StateCache(TreeCache):
         `update_conv_state` returns them.
         """
         assert self.parents is not None
+        if self.is_chain:
+            return columns[:, :, 1 - width - self.new_nodes :].unfold(-1, width, 1)
         nodes = torch.arange(1 + self.pending, 1 + self.parents.shape[1], device=columns.device)
         first = columns.shape[-1] - self.parents.shape[1]  # the column of the first node
         path = self._columns(nodes.expand(len(columns), -1), first, width)
@@ -231,10 +232,7 @@ class StateCache(TreeCache):
         super().commit(path, lengths, longest)
 
     def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
-        layers = sorted(self.prompt_states)
-        self.numbers_of = {layer: number for number, layer in enumerate(layers)}
-        self.prompt_states = {n: self.prompt_states[layer] for layer, n in self.numbers_of.items()}
-        if not layers:  # one column takes the place of keys
+        if not self.prompt_states:  # one column takes the place of keys
             nothing = torch.zeros(len(lengths), 1, longest, 1, device=lengths.device)
             self.prompt_states[0] = nothing, nothing
         super().commit_prompt(lengths, longest, room)
@@ -243,7 +241,7 @@ class StateCache(TreeCache):
     def _go_on_from(self, places: torch.Tensor) -> None:
         """Keep the states at a place [B] of each row."""
         assert self.lengths is not None
-        if self.running.windows:
+        if any(self.running):
             self.before = self.lengths, self.running
         numbers = to_host(places)
         alike = len({*numbers}) == 1
@@ -324,30 +322,14 @@ class StateCache(TreeCache):
         super().collect(parts, places, room)
         first, *others = [part for part in parts if isinstance(part, StateCache)]
         order = torch.tensor([place for group in places for place in group]).argsort()
-        self.numbers_of, self.before = first.numbers_of, None
+        self.before = None
         states = [each.running for each in others]
         self.running = first.running.joined(states, order.to(self.device))
-
-    # ---- columns of the layers that have some ---------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Of the keys."""
         return self.keys[0].device
-
-    def update(
-        self,
-        key_states: torch.Tensor,  # [B, H, T, Dk]
-        value_states: torch.Tensor,  # [B, H, T, Dv]
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        number = self.numbers_of[layer_idx] if self.keys else layer_idx
-        return super().update(key_states, value_states, number)
-
-    def places(self, layers: Sequence[int], tokens: int) -> Places:
-        return super().places([self.numbers_of[layer] for layer in layers], tokens)
 
 
 def parents_of(visible: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,12 @@ from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import TreeKernels
 from drafthead.core.target.architecture import (
-    LAYER_NAMES,
     NORM_NAMES,
     cache_argument,
     can_skip_logits,
+    find_any,
     find_decoder,
-    find_module,
+    find_layers,
     without_wrapper,
 )
 from drafthead.core.target.context import Context
@@ -38,6 +38,7 @@ from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Place, Taps, evaluating
 from drafthead.core.target.logit_finish import Finish, found_finish, has_numbers, sample_ids
 from drafthead.core.target.masks import (
+    HYBRID_LAYERS,
     STATE_MASKS,
     AlibiByPosition,
     LayerMasks,
@@ -46,8 +47,7 @@ from drafthead.core.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
-from drafthead.core.target.running_states import difference, stateful_layers
-from drafthead.core.target.state_cache import StateCache
+from drafthead.core.target.running_states import cache_class, difference, stateful_layers
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.target.weight_types import BITSANDBYTES, INT7, quantisation_of
 
@@ -83,9 +83,9 @@ class Target:
 
         The model stays as it is: passes have no gradients, and are in evaluation mode.
 
-        Raises UserError when decoder layers, final norm or output head are not found, when the
-        layers cannot run a token tree, when the model's logits are not those of `project`, or when
-        the model has an encoder and this class is not for such models, or the other way round.
+        Raises UserError when decoder layers or output head are not found, when the layers cannot
+        run a token tree, when the model's logits are not those of `project`, or when the model has
+        an encoder and this class is not for such models, or the other way round.
         """
         model = without_wrapper(model)
         self.check_kind(type(model).__name__, model.config.is_encoder_decoder)
@@ -100,14 +100,15 @@ class Target:
         self.layer_kinds = layer_kinds(self.config, type(model).__name__, with_states)
         decoder = find_decoder(model)
         self.check_decoder(decoder)
-        self.layers = find_module(decoder, LAYER_NAMES, "decoder layers")
+        self.layers = find_layers(decoder)
         self.last_state = self.find_last_state(decoder)
         output_head = model.get_output_embeddings()
         if output_head is None:
             raise UserError(f"{type(model).__name__} has no output head to predict tokens with")
         self.output_head: nn.Module = output_head
         self.has_alibi = uses_alibi(self.config)
-        self.skips_logits = can_skip_logits(model, decoder)
+        # Where logits are skipped the output head reads nothing.
+        self.skips_logits = not self.last_state.is_input and can_skip_logits(model, decoder)
         self.cache_name = cache_argument(type(model).forward)
         self.functions: dict[Hashable, Any] = {}  # that run its passes, by what they were made for
         self.finish = self.find_finish()
@@ -118,15 +119,36 @@ class Target:
         check_forward(self.model, decoder, self.config, bool(self.layer_kinds))
 
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
-        """Where the last hidden state is; raises UserError when the final norm is not found."""
-        return Place(find_module(decoder, NORM_NAMES, "final norm"))
+        """Where the last hidden state is: what the final norm gives, or else `head_input`."""
+        norm = find_any(decoder, NORM_NAMES)
+        return self.head_input() if norm is None else Place(norm)
+
+    def head_input(self) -> Place:
+        """What the output head reads; raises UserError where its width is not that of layers."""
+        head: Any = self.model.get_output_embeddings()
+        if getattr(head, "in_features", None) != self.hidden_size:
+            raise UserError(
+                f"{type(self.model).__name__} is not supported as a target: its output head reads "
+                f"states of another width than the {self.hidden_size} of its layers"
+            )
+        return Place(self.called.get_output_embeddings(), is_input=True)
 
     @torch.no_grad()
     def find_finish(self) -> Finish:
         """How the model makes logits of its output head's outputs, as one small pass shows.
 
+        Where more is computed after the final norm, the last state is what the output head reads.
         Raises UserError when it is in no way that its configuration explains.
         """
+        try:
+            return self._found_finish()
+        except UserError:
+            if self.last_state.is_input:
+                raise
+        self.last_state, self.skips_logits = self.head_input(), False
+        return self._found_finish()
+
+    def _found_finish(self) -> Finish:
         self.finish = Finish()  # of `project`, until it is found
         return found_finish(self.model, self.config, self.sample_pass, self.project)
 
@@ -232,13 +254,18 @@ class Target:
                 f"{what} is not available for {type(self.model).__name__}, an encoder-decoder model"
             )
 
-    def refuse_states(self, what: str) -> None:
-        """Raise UserError, naming what was wanted, when layers carry a running state."""
+    @property
+    def keeps_more(self) -> str | None:
+        """What layers keep beside keys and values, in words; None where it is nothing."""
         if self.stateful_layers is not None:
-            raise UserError(
-                f"{what} is not available for {type(self.model).__name__}: its layers carry a "
-                "running state"
-            )
+            return "its layers carry a running state"
+        is_indexed = any(kind.name == "indexed_attention" for kind in self.layer_kinds)
+        return "its layers choose keys by an indexer" if is_indexed else None
+
+    def refuse_states(self, what: str) -> None:
+        """Raise UserError, naming what was wanted, when layers keep more than keys and values."""
+        if (reason := self.keeps_more) is not None:
+            raise UserError(f"{what} is not available for {type(self.model).__name__}: {reason}")
 
     @cached_property
     def is_shared(self) -> bool:
@@ -289,7 +316,7 @@ class Target:
 
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
-        return TreeCache() if self.stateful_layers is None else StateCache()
+        return TreeCache() if self.stateful_layers is None else cache_class(self.model)()
 
     @property
     def reads_rows_alone(self) -> bool:
@@ -353,6 +380,8 @@ class Target:
         # of it and of its opposite is free of any bias.
         signs = 1 - 2 * (torch.arange(self.hidden_size) % 2)
         signs = signs.to(self.device, self.dtype)
+        if self.last_state.is_input:  # no norm comes last
+            return torch.ones_like(signs)
         return (self.final_norm(signs) - self.final_norm(-signs)) / 2 * signs
 
     @torch.no_grad()
@@ -527,5 +556,6 @@ class Target:
         masks = masks_by_kind(mask, self.layer_kinds)
         if isinstance(masks, dict) and self.stateful_layers is not None:
             of_all: dict[str, Any] = {**masks, **dict.fromkeys(STATE_MASKS)}  # nothing is padding
+            of_all |= {name: masks.get(kind) for name, kind in HYBRID_LAYERS.items()}
             return of_all, nullcontext()
         return masks, nullcontext()

@@ -17,6 +17,7 @@ from drafthead.core.kv_cache.column_cache import (
     move_columns,
 )
 
+INDEXED = 100_000  # added to a layer's number: the keys of its indexer, which are columns as well
 # Of some layers keys and values [B, H, capacity, D], and columns [T].
 Places = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
 
@@ -76,6 +77,7 @@ class TreeCache(ColumnCache, Cache):
         ColumnCache.__init__(self, memory, move)
         Cache.__init__(self, layers=[])
         self.prompt_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.numbers_of: dict[int, int] = {}  # which of `keys` belongs to a layer
 
     def update(
         self,
@@ -89,7 +91,8 @@ class TreeCache(ColumnCache, Cache):
         if not self.keys:
             self.prompt_states[layer_idx] = (key_states, value_states)
             return key_states, value_states
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        number = self.numbers_of[layer_idx]
+        keys, values = self.keys[number], self.values[number]
         start = self.longest + self.pending
         end = start + key_states.shape[-2]
         keys[:, :, start:end] = key_states
@@ -97,8 +100,14 @@ class TreeCache(ColumnCache, Cache):
         seen = self.memory.seen(end)
         return keys[:, :, :seen], values[:, :, :seen]
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write T new keys [B, T, D] of a layer's indexer; returns the used columns [B, S, D]."""
+        keys = indexer_key_states[:, None]
+        return self.update(keys, keys[..., :0], INDEXED + layer_idx)[0][:, 0]
+
     def places(self, layers: Sequence[int], tokens: int) -> Places:
         """The keys and values of layers, and the columns that so many new ones go to."""
+        layers = [self.numbers_of[layer] for layer in layers]
         start = self.longest + self.pending
         columns = self._numbers()[start : start + tokens]
         return [self.keys[n] for n in layers], [self.values[n] for n in layers], columns
@@ -119,7 +128,8 @@ class TreeCache(ColumnCache, Cache):
         `room` is the number of columns to allocate beside the prompt.
         """
         self.lengths, self.longest = lengths, longest
-        layers = [self.prompt_states.pop(layer) for layer in range(len(self.prompt_states))]
+        self.numbers_of = {layer: n for n, layer in enumerate(sorted(self.prompt_states))}
+        layers = [self.prompt_states.pop(layer) for layer in self.numbers_of]
         self.keys, self.values = ([pair[part] for pair in layers] for part in (0, 1))
         del layers  # so that each layer's states are free again when they have been copied
         self._enlarge(self._capacity(longest + room + 1, len(self.keys[0])))
@@ -134,6 +144,12 @@ class TreeCache(ColumnCache, Cache):
         part = copy.copy(self)
         part.keep_rows(torch.tensor(rows, device=self.lengths.device))
         return part
+
+    def collect(
+        self, parts: Sequence[ColumnCache], places: Sequence[Sequence[int]], room: int
+    ) -> None:
+        self.numbers_of = next(part.numbers_of for part in parts if isinstance(part, TreeCache))
+        super().collect(parts, places, room)
 
     def additive_mask(self, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`mask` [B, 1, N, S] of visible [B or 1, N, pending + N], added to attention scores."""

@@ -4,7 +4,7 @@ A small drafting pass takes longer to call than to compute, so a step's graph th
 saves the call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from drafthead.core.dims import Spec
 from drafthead.core.trees.guesses import Guesses
-from drafthead.core.trees.tree import TokenTree, TreeShape
+from drafthead.core.trees.tree import PADDING, TokenTree, TreeShape
 
 # The token and the parent of a node that only fills up a tree. No token is equal to it: PADDING
 # is what a model with NaN logits gives, NO_TOKEN.
@@ -138,3 +138,32 @@ def known(proposal: Proposal) -> TokenTree:
     tokens = (filler.alone or filler.tokens)(*proposal.arguments)
     widest = proposal.num_nodes - 1
     return TokenTree(tokens, *form, proposal.max_depth, widest, scores=proposal.scores)
+
+
+def only(proposal: Proposal, kept: Sequence[bool] | None) -> Proposal:
+    """The proposal with nothing but the root for the rows that are not `kept`; None keeps all.
+
+    For rules that follow the target's own tokens: what was drawn cannot be left out.
+    """
+    if kept is None or all(kept):
+        return proposal
+    if isinstance(proposal, Guesses):
+        trees = [
+            tree if keep else tree.best(0) for tree, keep in zip(proposal.trees, kept, strict=True)
+        ]
+        return replace(proposal, trees=trees)
+    tree = known(proposal)
+    drops = ~torch.tensor(kept, device=tree.tokens.device)[:, None].expand(tree.tokens.shape)
+    return replace(tree, tokens=tree.tokens.masked_fill(drops & (tree.depths > 0), PADDING))
+
+
+def drafted_tokens(proposal: Proposal | None, rows: int) -> list[int]:
+    """How many tokens are proposed for each row, of a tree on a device for the largest row."""
+    if proposal is None:
+        return [0] * rows
+    if isinstance(proposal, Guesses):
+        return [len(tree.tokens) for tree in proposal.trees]
+    if isinstance(proposal, TokenTree) and proposal.tokens.device.type == "cpu":
+        found: list[int] = ((proposal.tokens >= 0).sum(1) - 1).tolist()
+        return found
+    return [proposal.num_nodes - 1] * rows

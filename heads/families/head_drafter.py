@@ -34,6 +34,7 @@ Value = TypeVar("Value")
 class HeadDrafter(Drafter, Generic[Head]):
     """A head with the target that it drafts for, and the static trees that it may fill."""
 
+    names = ("head",)
     on_device = False  # whether its sessions are `OnDevice`
     # Functions that kernels may take the place of.
     with_kernels: ClassVar[tuple[str, ...]] = ("largest", "visible_columns", "best_tree")

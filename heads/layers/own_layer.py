@@ -22,6 +22,7 @@ from drafthead.core.target.architecture import (
     LAYER_NAMES,
     cache_argument,
     find_module,
+    is_derived,
     keep_layers,
 )
 from drafthead.core.target.masks import layer_kinds
@@ -61,6 +62,8 @@ def mtp_layer_of(config: PretrainedConfig) -> dict[str, Any]:
     kept = deepcopy(config)
     if not layer_kinds(config, config.model_type, with_states=True):
         raise UserError(f"{config.model_type} has no MTP layer: none of its layers attends")
+    if is_derived(config, "layer_types"):  # RecurrentGemma
+        raise UserError(f"{config.model_type} has no MTP layer: kinds of its layers cannot be set")
     kinds = getattr(config, "mtp_layer_types", None) or ["full_attention"]
     keep_layers(kept, [config.num_hidden_layers - 1])
     if getattr(kept, "layer_types", None):

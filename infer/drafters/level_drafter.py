@@ -41,6 +41,7 @@ class LevelDrafter(Drafter):
     """Chains and trees of up to `depth` levels from a language model."""
 
     features = NO_FEATURES
+    names = ("model",)
     sampling_rule = "traversal"
 
     def __init__(self, model: Target, target: Target, depth: int):

@@ -167,6 +167,7 @@ class Lookup(Drafter):
     """A drafter that reads nothing but its rows' histories."""
 
     features = FeatureSpec(layers=(), last=False)
+    names: tuple[str, ...] = ("lookup",)
     matches: MatchRecord  # how often what followed a match was right
     # What rules that draw children draw them from; most lookup has copies alone, which are chosen.
     distribution: Distribution | None = None
@@ -182,6 +183,10 @@ class Lookup(Drafter):
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> "LookupSession":
         """A session with the first tokens of prompts [B, T]; the others come with commits."""
         return LookupSession(self, to_host(prompts[:, 0]))
+
+    def part(self, names: frozenset[str] | None) -> "Lookup":
+        """What of it drafts under some of its names; None: all."""
+        return self
 
     def learn(self, past: History) -> None:
         """A row has gained a token."""
@@ -236,7 +241,9 @@ class LookupSession(DraftSession):
             if nodes >= budget.nodes and like_now == follows:
                 return found.best(budget.nodes)
         limits = budget.nodes - 1, budget.longest
-        trees = [self.drafter.guess(past, *limits, follows) for past in self.histories]
+        parts = [self.drafter.part(names) for names in self.wanted or [None] * len(self.histories)]
+        pairs = zip(self.histories, parts, strict=True)
+        trees = [part.guess(past, *limits, follows) for past, part in pairs]
         found = Guesses([past.tokens[-1] for past in self.histories], trees, self.device)
         if budget.depth == 0:
             self.last = budget.nodes, follows, found

@@ -8,6 +8,7 @@ of a draft model: REST, He et al., 2023, arXiv 2311.08252).
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
 
 from drafthead.core.trees.guesses import GuessTree
@@ -120,6 +121,8 @@ class StoreLookup(Lookup):
     def __init__(self, table: NgramTable | None, earlier: Earlier | None = None):
         """`earlier` is what this process has written, which sessions add to."""
         self.table, self.earlier = table, earlier
+        parts = {"ngrams": table, "answers": earlier}
+        self.names = tuple(name for name, part in parts.items() if part is not None)
         self.distribution = None if table is None else table.distribution
         self.matches = MatchRecord()
 
@@ -146,6 +149,14 @@ class StoreLookup(Lookup):
         if self.table is not None:
             add_expected(tree, self.table, past, len(tree) + nodes, depth)
         return tree.best(nodes)
+
+    def part(self, names: frozenset[str] | None) -> "StoreLookup":
+        if names is None:
+            return self
+        twin = copy(self)
+        twin.table = self.table if "ngrams" in names else None
+        twin.earlier = self.earlier if "answers" in names else None
+        return twin
 
     def learn(self, past: History) -> None:
         if self.earlier is not None:

@@ -22,13 +22,13 @@ from typing import Self
 import torch
 
 from drafthead.core.coupling import Choice, NextDraws
-from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, OnDevice
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, OnDevice, wanting
 from drafthead.core.host import to_device, to_host
 from drafthead.core.sampling import Sampling
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
-from drafthead.core.trees.guesses import GuessTree, token_tree
-from drafthead.core.trees.recipe import Proposal, known
+from drafthead.core.trees.guesses import Guesses, GuessTree, token_tree
+from drafthead.core.trees.recipe import Proposal, known, only
 from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.growing.growing_tree import GrowingTree
@@ -98,6 +98,7 @@ class WithLookup(Drafter):
         self.lookup: Lookup = own if earlier is None else StoreLookup(None, earlier)
         if stored is not None:
             stored.matches = self.lookup.matches  # both learn from the same text
+        self.names = *drafter.names, *(stored or self.lookup).names
         self.budgets = (*free_budgets(most), *drafter.budgets)
         self.on_device = False
 
@@ -146,6 +147,9 @@ class WithLookupSession(DraftSession):
         """
         follows = sampling.greedy or isinstance(random, NextDraws)
         self.is_free = budget.depth == 0
+        self.session.wanted = self.lookup.wanted = self.wanted
+        if self.wanted is not None and follows:
+            return self._by_row(budget, sampling, random)
         table = self.drafter.table if follows else None
         if table is not None and not self.drafter.table_use.is_due(self.is_free):
             table = None
@@ -201,6 +205,21 @@ class WithLookupSession(DraftSession):
             both.append(grown.tree)
         return both
 
+    def _by_row(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
+        """`propose` where rows want drafts of other parts, each all that its parts find."""
+        whole = self.drafter.stored or self.drafter.lookup
+        parts = self.drafter.drafter, whole
+        drafts, looks = (wanting(self.wanted, part.names) for part in parts)
+        self.lookup.ask(whole)
+        found = only(self.lookup.guesses(free_budget(budget.nodes), follows=True), looks)
+        assert isinstance(found, Guesses)
+        if budget.depth == 0:
+            return found
+        if not any(drafts or ()):
+            return found.tree()
+        own = self.session.propose(replace(budget, least_chance=0.0), sampling, random)
+        return merged(known(only(own, drafts)), found.trees, budget.nodes)
+
 
 class LookupOnDevice(WithLookupSession, OnDevice):
     """A session where steps are recorded: no draft waits for the tokens of the step before it.
@@ -239,7 +258,8 @@ class LookupOnDevice(WithLookupSession, OnDevice):
         follows = sampling.greedy or isinstance(random, NextDraws)
         histories = self.lookup.histories
         compared = len(histories) * on_device.width_of(histories) * budget.nodes
-        if budget.depth == 0 or not follows or compared > on_device.MOST_COMPARED:
+        by_row = self.wanted is not None
+        if budget.depth == 0 or not follows or compared > on_device.MOST_COMPARED or by_row:
             self.settle()
             return super().propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))

@@ -1,13 +1,16 @@
 """The host's account of a batch: answers, rows that still run, random numbers."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from drafthead.core.drafting.drafter import Wanted
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import NO_TOKEN, RowRandom, RowSampling, SamplingConfig
 from drafthead.infer.engine.stats import DecodeStats
+from drafthead.infer.planning.planner import EVERYTHING, Mix
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
 
@@ -30,6 +33,8 @@ class Row:
     reused: int = 0  # positions of the prompt that were read before
     prompt_length: int = 0  # tokens
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    drafts: frozenset[str] | None = None  # names of what may draft; None: all that there is
+    drafted: int = 0  # tokens that were proposed for the last step
 
     @property
     def failed(self) -> bool:
@@ -167,6 +172,8 @@ class BatchRun:
             row.prompt_length = len(prompt)
         for row, sampling in zip(self.batch.rows, request.sampling_by_row, strict=True):
             row.sampling = sampling
+        for row, drafts in zip(self.batch.rows, request.drafts_by_row, strict=True):
+            row.drafts = drafts
         self.stats = DecodeStats()
         self._count_rows()
         self.numbers = RowRandom(request.seeds, device)
@@ -203,6 +210,31 @@ class BatchRun:
         """The distributions that each running row's children are drawn from."""
         rows = self.batch.running_rows()
         return RowSampling(tuple([self.request.draft_sampling(row.sampling) for row in rows]))
+
+    @property
+    def wanted(self) -> Wanted:
+        """What may draft for each running row."""
+        found = [row.drafts for row in self.batch.running_rows()]
+        return found if any(names is not None for names in found) else None
+
+    @property
+    def mix(self) -> Mix:
+        """What may draft for active rows, and for how many eighths of them."""
+        counts = Counter([row.drafts for row in self.batch.running_rows() if row.active])
+        if not counts.keys() - {None}:
+            return EVERYTHING
+        return frozenset((name, round(8 * n / counts.total())) for name, n in counts.items())
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether anything may draft for a row that is active."""
+        rows = self.batch.running_rows()
+        return any([row.active and (row.drafts is None or bool(row.drafts)) for row in rows])
+
+    def note_drafted(self, counts: Sequence[int]) -> None:
+        """Give each running row the number of tokens that a step proposes for it."""
+        for row, count in zip(self.batch.running_rows(), counts, strict=True):
+            row.drafted = count
 
     @property
     def greedy(self) -> bool:

@@ -10,7 +10,7 @@ from drafthead.core.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import Emitted
 from drafthead.infer.engine.prefill import prefill_drafter
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.planning.planner import Planner
+from drafthead.infer.planning.planner import NO_DRAFTS, Planner
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,20 @@ def read_prompts(
 
 
 def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:
-    """One step, which verifies what the planner keeps of the drafts that it asks for."""
-    run = stepper.run
+    """One step, which verifies what the planner keeps of the drafts that it asks for.
+
+    Where nothing may draft for any row it is told of nothing but the end.
+    """
+    run, plans = stepper.run, planner
+    planner = plans if run.wants_drafts else NO_DRAFTS
     # The clock starts before the draft: a size is judged by all that it costs.
     with run.stats.step() as elapsed:
         if stepper.ahead is None:
             run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
-            planner.meet(run.rows, run.columns, run.sampling)
+            planner.meet(run.rows, run.columns, run.sampling, run.mix)
         emitted = stepper.step(session, planner)
         planner.learn(run.last_lengths, elapsed())
         # Only at the end of a batch is anything written to the disk.
         if not run.batch.running:
-            planner.finish()
+            plans.finish()
     return emitted

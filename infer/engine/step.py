@@ -102,6 +102,7 @@ class Launched:
     result: StepResult
     table: Arriving  # of the result
     num_nodes: int  # of its tree, as it was proposed
+    drafted: Sequence[int] = ()  # tokens that were proposed for each row
     late: LateTokens | None = None  # where it was committed before it was read
     outcome: Outcome | None = None  # once it was read
 

@@ -18,7 +18,14 @@ from drafthead.core.sampling import RowSampling, most_probable, probabilities, r
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target, TargetOutput
 from drafthead.core.target.tree_cache import TreeCache
-from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe, known
+from drafthead.core.trees.recipe import (
+    Proposal,
+    TokenFiller,
+    TreeRecipe,
+    drafted_tokens,
+    known,
+    only,
+)
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
@@ -208,7 +215,9 @@ class Stepper:
             recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
         with self.run.stats.phase("verify"):
             verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
-            return verify(recipe, self.cache, draws, self.run.sampling.whole)
+            launched = verify(recipe, self.cache, draws, self.run.sampling.whole)
+        launched.drafted = drafted_tokens(proposal, len(self.lengths))
+        return launched
 
     def leads_on(self, session: DraftSession) -> bool:
         """Whether the next step can be asked for while the host does not know this one's tokens.
@@ -234,6 +243,7 @@ class Stepper:
         with self.run.stats.phase("verify"):
             outcome = launched.read()
         self.run.stats.verified_nodes += launched.num_nodes
+        self.run.note_drafted(launched.drafted)
         return self.take(session, outcome, is_committed=launched.late is not None)
 
     def take(self, session: DraftSession, outcome: Outcome, is_committed: bool = False) -> Emitted:
@@ -260,6 +270,7 @@ class Stepper:
     def verified(self, proposal: Proposal | None) -> Outcome:
         """What a pass of the target accepts of a proposal; of none, a tree of the root alone."""
         tree, output = self.scored(proposal)
+        self.run.note_drafted(drafted_tokens(proposal, len(self.lengths)))
         with self.run.stats.phase("accept"):
             accept = self.accept_nothing if proposal is None else self.accept
             outcome = accept(tree, output)
@@ -295,7 +306,10 @@ class Stepper:
         """The session's proposal for the next step within a budget."""
         with self.run.stats.phase("draft"):
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
-            return session.propose(budget, self.run.draft_sampling, random)
+            session.wanted = wanted = self.run.wanted
+            found = session.propose(budget, self.run.draft_sampling, random)
+            kept = [own is None or bool(own) for own in wanted or ()]
+            return found if wanted is None else only(found, kept)
 
     def root_alone(self) -> TokenTree:
         """A tree that proposes nothing."""

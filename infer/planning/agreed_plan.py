@@ -14,7 +14,7 @@ from drafthead.core.sampling import RowSampling
 from drafthead.core.trees.guesses import Guesses
 from drafthead.core.trees.recipe import Proposal
 from drafthead.core.trees.tree import Budget
-from drafthead.infer.planning.planner import Planner, Propose
+from drafthead.infer.planning.planner import EVERYTHING, Mix, Planner, Propose
 
 
 class Kept(NamedTuple):
@@ -73,9 +73,9 @@ class AgreedPlan(Planner):
         if self.decides:
             self.own.learn(accept_lengths, seconds)
 
-    def meet(self, rows: int, columns: int, sampling: RowSampling) -> None:
+    def meet(self, rows: int, columns: int, sampling: RowSampling, mix: Mix = EVERYTHING) -> None:
         if self.decides:
-            self.own.meet(rows, columns, sampling)
+            self.own.meet(rows, columns, sampling, mix)
 
     def finish(self) -> None:
         if self.decides:

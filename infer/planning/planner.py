@@ -44,6 +44,10 @@ from drafthead.infer.planning.step_costs import StepCosts
 
 Marks = NDArray[np.bool_]
 Propose = Callable[[Budget], Proposal]  # what the drafter makes within a budget
+# What may draft for the rows of a batch (None: all that there is), and for how many eighths of
+# them. Nothing where all may for every row.
+Mix = frozenset[tuple[frozenset[str] | None, int]]
+EVERYTHING: Mix = frozenset()
 
 # Rows by which free drafts of a batch are judged, because each takes time.
 JUDGED_ROWS = 8
@@ -111,7 +115,7 @@ class Planner(ABC):
         """Record the step that was drafted for: tokens committed in each active row, its time."""
 
     def meet(  # noqa: B027  (a plan may take them alike)
-        self, rows: int, columns: int, sampling: RowSampling
+        self, rows: int, columns: int, sampling: RowSampling, mix: Mix = EVERYTHING
     ) -> None:
         """Told before each step that is drafted for: see the properties of `BatchRun`."""
 
@@ -139,6 +143,9 @@ class FixedPlan(Planner):
 
     def learn(self, accept_lengths: Sequence[int], seconds: float) -> None:
         """Nothing to learn."""
+
+
+NO_DRAFTS = FixedPlan(None)
 
 
 @dataclass(frozen=True)
@@ -400,7 +407,7 @@ class PlannedDecoding(Planner):
         self,
         plan: AdaptivePlan,
         on_finish: Callable[[], object] = lambda: None,
-        plan_at: Callable[[int, int, RowSampling], AdaptivePlan] | None = None,
+        plan_at: Callable[[int, int, RowSampling, Mix], AdaptivePlan] | None = None,
     ):
         """`on_finish` is called after the last step.
 
@@ -468,9 +475,9 @@ class PlannedDecoding(Planner):
         run.lost += prices.free[self.plan.free.index(size)]
         return free.best(size.nodes)
 
-    def meet(self, rows: int, columns: int, sampling: RowSampling) -> None:
+    def meet(self, rows: int, columns: int, sampling: RowSampling, mix: Mix = EVERYTHING) -> None:
         """Go on with the plan of such steps; what steps so far have taught stays with theirs."""
-        plan = self.plan if self.plan_at is None else self.plan_at(rows, columns, sampling)
+        plan = self.plan if self.plan_at is None else self.plan_at(rows, columns, sampling, mix)
         if plan is not self.plan:
             last = self._end_run()
             self.plan, self.run = plan, plan.next_run(last)

@@ -230,6 +230,8 @@ class Request(DecodeOptions):
     limits: Sequence[int]  # most new tokens, for each prompt
     seeds: Sequence[int]  # one for each prompt
     own_sampling: Sequence[SamplingConfig] = ()  # one for each prompt, or none: then `sampling`
+    drafts: frozenset[str] | None = None  # names of what may draft; None: all that there is
+    own_drafts: Sequence[frozenset[str] | None] = ()  # one for each prompt, or none: then `drafts`
     end_ids: frozenset[int] = frozenset()
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
@@ -243,6 +245,11 @@ class Request(DecodeOptions):
     def sampling_by_row(self) -> Sequence[SamplingConfig]:
         """How each prompt's answer is sampled."""
         return self.own_sampling or [self.sampling] * len(self.limits)
+
+    @property
+    def drafts_by_row(self) -> Sequence[frozenset[str] | None]:
+        """What may draft for each prompt's answer."""
+        return self.own_drafts or [self.drafts] * len(self.limits)
 
     def draft_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """How a draft's logits become the distribution that children of such a row are drawn from.

@@ -26,7 +26,9 @@ from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.planning.draft_acceptance import Table, is_tree
 from drafthead.infer.planning.planner import (
     DEFAULT_SETTINGS,
+    EVERYTHING,
     AdaptivePlan,
+    Mix,
     PlannedDecoding,
     Planner,
 )
@@ -91,8 +93,8 @@ class Plans:
 
     def __init__(self, target: Target, drafter: Drafter):
         self.target, self.drafter = target, drafter
-        # By temperature: None where those of a batch's rows differ.
-        self.plans: dict[tuple[StepKind, float | None], AdaptivePlan] = {}
+        # By temperature, None where those of a batch's rows differ, and by what drafts for them.
+        self.plans: dict[tuple[StepKind, float | None, Mix], AdaptivePlan] = {}
         self.kept: dict[StepKind, Table] = {}  # costs in plain steps [S] that are on disk
         self.lock = RLock()
 
@@ -138,11 +140,13 @@ class Plans:
                 self.by_kind[kind] = costs
             return self.by_kind[kind]
 
-    def plan(self, kind: StepKind, temperature: float | None) -> AdaptivePlan:
+    def plan(
+        self, kind: StepKind, temperature: float | None, mix: Mix = EVERYTHING
+    ) -> AdaptivePlan:
         """The plan of all decodings like this one; at first it knows what others know, of batches
         and contexts of other sizes.
         """
-        key = kind, None if temperature is None else round(temperature, 1)
+        key = kind, None if temperature is None else round(temperature, 1), mix
         with self.lock:
             if key not in self.plans:
                 settings = DEFAULT_SETTINGS.for_rows(kind.rows)
@@ -150,7 +154,7 @@ class Plans:
                 near = [
                     other
                     for other in self.plans
-                    if (replace(other[0], rows=kind.rows, columns=kind.columns), other[1]) == key
+                    if (replace(other[0], rows=kind.rows, columns=kind.columns), *other[1:]) == key
                 ]
                 if near:
                     plan.go_on_from(self.plans[min(near, key=lambda k: kind.distance(k[0]))])
@@ -164,7 +168,7 @@ class Plans:
     def planner(self, kind: StepKind, temperature: float | None) -> Planner:
         """What chooses the sizes of one decoding."""
 
-        def plan_at(rows: int, columns: int, sampling: RowSampling) -> AdaptivePlan:
+        def plan_at(rows: int, columns: int, sampling: RowSampling, mix: Mix) -> AdaptivePlan:
             """The plan of the same decoding with so many rows and columns, sampled like this."""
             now = replace(
                 kind,
@@ -173,7 +177,7 @@ class Plans:
                 filters=not sampling.whole,
                 columns=columns_that_share(columns),
             )
-            return self.plan(now, sampling.temperature)
+            return self.plan(now, sampling.temperature, mix)
 
         return PlannedDecoding(self.plan(kind, temperature), self.keep, plan_at)
 

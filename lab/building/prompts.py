@@ -110,8 +110,8 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file, or none."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    with path.open(encoding="utf-8") as lines:  # `splitlines` also parts at U+2028 and \x85
+        return [json.loads(line) for line in lines]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -93,8 +93,8 @@ def test_marks_of_calls_are_text_though_they_are_special_tokens() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in (BEGIN, END)])
     tokens = tokenizer(f"so<|user|>{BEGIN}x{END}")["input_ids"]
-    for calls_tools, said in ((True, f"so{BEGIN}x{END}"), (False, "sox")):
-        answer = AnswerText(tokenizer, lambda _: b"", calls_tools=calls_tools)
+    for marks, said in (((BEGIN, END), f"so{BEGIN}x{END}"), ((), "sox")):
+        answer = AnswerText(tokenizer, lambda _: b"", marks=marks)
         assert not any(map(answer, tokens))
         assert "".join(part for part, _ in answer.show([False] * len(tokens), True)) == said
 

@@ -202,7 +202,7 @@ def test_bodies_that_are_nested_too_deep_for_python_are_refused(client) -> None:
 
 
 UNREAD = (
-    "chat_template", "documents", "regex", "ebnf", "guided_decoding", "structured_outputs",
+    "chat_template", "documents", "regex", "ebnf", "guided_decoding",
     "max_new_tokens", "n_predict", "grammar", "schema", "functions", "reasoning_effort", "truncate",
 )  # fmt: skip
 
@@ -334,7 +334,7 @@ def test_pages_and_names_of_others_are_refused(client, decoder) -> None:
         assert response.status_code == 403 and "see --" in response.json()["error"]["message"]
     own = ServerOptions(
         "tiny",
-        other_name="org/tiny",
+        other_names=("org/tiny",),
         allowed_hosts=("a.example",),
         cors_origins=("http://b.example",),
     )
@@ -386,7 +386,7 @@ def test_a_prompt_that_is_only_scored_decodes_nothing(client) -> None:
 @pytest.mark.parametrize("key", ["", " "])
 def test_an_empty_key_is_refused(monkeypatch, key) -> None:
     with pytest.raises(UserError, match="API key is empty"):
-        serve.main(model=None, drafting=None, serving=serve.Serving(), api_key=key)  # type: ignore[arg-type]
+        serve.main(model=None, drafting=None, serving=serve.Serving(), api_key=[key])  # type: ignore[arg-type]
     monkeypatch.setenv("DRAFTHEAD_API_KEY", "")
     with pytest.raises(UserError, match="API key is empty"):
         serve.main(model=None, drafting=None, serving=serve.Serving())  # type: ignore[arg-type]

@@ -74,6 +74,32 @@ def test_a_chat_is_answered_as_by_the_decoder_in_whole_and_in_pieces(client, dec
     assert found[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_request_chooses_what_drafts_for_it(client, path) -> None:
+    """The text stays the same, and without drafts none is counted."""
+    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    body |= {"temperature": 0, "max_tokens": 20}
+    found = {
+        str(draft): client.post(path, json={**body, "draft": draft}).json()
+        for draft in (True, None, ["lookup"], [], False)
+    }
+    choices = [choice for each in found.values() for choice in each["choices"]]
+    assert len({json.dumps([each.get("text"), each.get("message")]) for each in choices}) == 1
+    drafted = [name for name, each in found.items() if "metrics" in each]
+    assert drafted == ["True", "None", "['lookup']"]
+    for wrong in (["head"], "lookup", 0, ["lookup", 5]):
+        error = client.post(path, json={**body, "draft": wrong}).json()["error"]
+        assert error["code"] == 400 and error["param"].startswith("draft")
+    assert (
+        "draft head is not here: the drafters are lookup"
+        in client.post(path, json={**body, "draft": ["head"]}).text
+    )
+    drawn = {**body, "temperature": 1, "draft": False}
+    assert client.post(path, json={**drawn, "verifier": "match"}).status_code == 200
+    error = client.post(path, json={**drawn, "verifier": "rejection"}).json()["error"]
+    assert "not with rejection" in error["message"]
+
+
 def test_what_is_counted_has_vllms_names(client) -> None:
     client.post(CHAT, json={"messages": MESSAGES, "temperature": 0, "max_tokens": 20})
     page = client.get("/metrics").text
@@ -191,14 +217,14 @@ def test_json_is_as_asked_for_and_that_of_plain_decoding(client, decoder, temper
 
 
 REFUSED = {
-    "guided": ({"guided_json": {}}, 400, "guided_json is not supported"),
+    "guided": ({"guided_json": "[]"}, 400, "guided_json is a JSON schema"),
     "best_of": ({"best_of": 2}, 400, "best_of is not supported"),
     "model": ({"model": "other"}, 404, "there is no model other, only tiny"),
     "long": ({"max_tokens": 1000}, 400, "256 tokens here, but the prompt has 8"),
     "nothing": ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
     "heat": ({"temperature": -1}, 400, "temperature: "),
     "top_p": ({"top_p": 0}, 400, "top_p must lie in"),
-    "tool": ({"tool_choice": "required"}, 400, "tool_choice can be none or auto"),
+    "tool": ({"tool_choice": "required"}, 400, "or the name of one of the tools"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "read tools"),
     "no tool": ({"tools": [{"type": "function"}]}, 400, "tools.0.function: Field required"),
     "form": ({"response_format": {"type": "xml"}}, 400, "response_format is text"),
@@ -260,7 +286,9 @@ def test_facts_tokens_and_the_page(client, decoder) -> None:
 
 
 def test_a_key_is_asked_for_where_answers_are(decoder) -> None:
-    options = ServerOptions("tiny", api_key="secret", cors_origins=("https://a.example",))
+    options = ServerOptions(
+        "tiny", api_keys=("other key", "secret"), cors_origins=("https://a.example",)
+    )
     with TestClient(make_app(Decoder(decoder.target), options)) as client:
         for wrong in ({}, {"Authorization": "secret"}, {"Authorization": "Bearer other"}):
             refused = client.get("/v1/models", headers=wrong)
@@ -323,7 +351,7 @@ def test_rows_that_cannot_go_on_end_alone(client) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     body = {"messages": MESSAGES, "temperature": 0.7, "max_tokens": 20}
     failed = client.post(CHAT, json={**body, "response_format": form})
-    assert failed.status_code == 400 and "the JSON schema is too hard" in failed.text
+    assert failed.status_code == 400 and "response_format is too hard" in failed.text
     assert client.post(CHAT, json=body).status_code == 200
 
 

@@ -98,17 +98,19 @@ def test_logits_by_formula_are_those_of_all_models_that_are_accepted() -> None:
 
 
 REFUSED = {
-    "recurrent_gemma": ({}, "linear_attention layers.*running state where drafthead cannot keep"),
-    "minimax": ({}, "linear_attention layers.*running state where drafthead cannot keep"),
-    "zaya": ({}, "ZayaCCAProjection computes a running state by functions that drafthead does not"),
     "rwkv": ({}, "keeps no key-value cache"),
     "xlm": ({}, "no decoder layers"),
-    "deepseek_v32": ({}, "indexed_attention layers.*no tree mask"),
+    "deepseek_v4": ({}, "compressed_attention layers.*no tree mask"),
     "mpt": ({}, "MptForCausalLM.*counts positions by itself"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "columns of the cache"),
     "llama4_text": ({"no_rope_layers": [1, 0]}, "columns of the cache"),
-    "modernbert-decoder": ({}, "no final norm"),
-    "bert": ({"is_decoder": True}, "no decoder layers"),
+    "xlnet": ({}, "keeps no key-value cache"),
+    "inkling_text": ({}, "counts distances in columns of the cache"),
+    "bert": ({}, "each token also sees those after it.*set is_decoder"),
+    "opt": (
+        {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
+        "output head reads states of another",
+    ),
 }
 
 

@@ -79,7 +79,7 @@ def test_a_model_that_names_no_first_token_is_refused() -> None:
 def test_each_class_refuses_models_of_the_other(make_target, tmp_path) -> None:
     with pytest.raises(UserError, match="is an encoder-decoder model.*decoder-only"):
         Target(tiny_encoder_decoder("t5"))
-    with pytest.raises(UserError, match="no encoder-decoder model"):
+    with pytest.raises(UserError, match="not an encoder-decoder model"):
         EncoderDecoderTarget(make_target().model)
     tiny_encoder_decoder("bart").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} is an encoder-decoder model"):

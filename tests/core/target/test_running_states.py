@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import STATEFUL, tiny_model
-from hidden_answers import check_every_right_token_is_accepted, generated
+from hidden_answers import generated
 from tiny import VOCAB
 from transformers import GenerationConfig
 
@@ -26,7 +26,10 @@ from drafthead.train.draft_models.student import DraftModelConfig, Student
 
 NEW = 16
 # One of each kind of state: convolution, delta rules, Mamba 1 and 2, with attention and without.
-KINDS = ("lfm2", "qwen3_next", "kimi_linear", "jamba", "zamba2", "mamba2")
+KINDS = (
+    *("lfm2", "qwen3_next", "kimi_linear", "jamba", "zamba2", "mamba2"),
+    *("recurrent_gemma", "minimax", "zaya", "zamba"),
+)
 
 
 def first_stage(names: Iterable[str], first: Sequence[str]) -> list[Any]:
@@ -46,15 +49,11 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,)).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("name", first_stage(STATEFUL, ("lfm2", "qwen3_next", "jamba", "mamba2")))
-def test_greedy_answers_equal_those_of_transformers(name: str) -> None:
-    check_every_right_token_is_accepted(made(name), prompts_of(3, 17, 9), NEW)
-
-
-@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "recurrent_gemma")))
 def test_prompts_in_chunks_are_answered_as_those_that_are_read_at_once(name: str) -> None:
     target = made(name)
-    prompts = prompts_of(30, 1, 14)
+    # RecurrentGemma's `generate` begins prompts of one token after those of the call before.
+    prompts = prompts_of(30, 2 if name == "recurrent_gemma" else 1, 14)
     answers = [generated(target.model, prompt, NEW) for prompt in prompts]
     decoder = Decoder(target, PromptLookup(4))
     for chunk in (1, 4, 29):
@@ -63,27 +62,32 @@ def test_prompts_in_chunks_are_answered_as_those_that_are_read_at_once(name: str
         assert result.sequences == answers, chunk
 
 
-@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "mamba2", "recurrent_gemma")))
 def test_what_a_prompt_begins_with_is_read_once(name: str) -> None:
     target = made(name)
     [start, *ends] = prompts_of(20, 5, 7)
     decoder = Decoder(target, PromptLookup(4))
+    prompts = [[*start, *end] for end in ([], *ends)]
+    # First: RecurrentGemma's layers hold what `generate` left, and a model that differs reads anew.
+    expected = [generated(target.model, prompt, NEW) for prompt in prompts]
     decoder.remember(start)
-    for end in ([], *ends):
-        result = decoder.generate([*start, *end], max_new_tokens=NEW)
-        assert result.sequences == [generated(target.model, [*start, *end], NEW)]
+    for prompt, answer in zip(prompts, expected, strict=True):
+        result = decoder.generate(prompt, max_new_tokens=NEW)
+        assert result.sequences == [answer]
         assert result.stats.reused == len(start) - LAST_READ
     other = [*start[:-3], 1, 2, 3]  # no state was kept there
     assert decoder.generate(other, max_new_tokens=NEW).stats.reused == 0
 
 
-@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "mamba2")))
+@pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "minimax")))
 def test_beams_carry_the_states_of_those_that_they_descend_from(name: str) -> None:
     target = made(name)
     prompts = prompts_of(6, 11)
     decoder = Decoder(target, PromptLookup(3))
     result = decoder.generate(prompts, max_new_tokens=8, num_beams=3)
-    expected = [generated(target.model, prompt, 8, num_beams=3) for prompt in prompts]
+    # Without a cache: those of RecurrentGemma and MiniMax keep the states of other beams.
+    options = {"num_beams": 3, "use_cache": False}
+    expected = [generated(target.model, prompt, 8, **options) for prompt in prompts]
     assert result.sequences == expected
 
 
@@ -105,6 +109,8 @@ def test_a_state_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(StateCache, "_go_on_from", lambda *_: None)
     with pytest.raises(UserError, match=r"a tree's logits differ by \d+\.\d% from those of single"):
         made("lfm2")
+    with pytest.raises(UserError, match=r"a tree's logits differ by \d+\.\d% from those of single"):
+        made("minimax")
     monkeypatch.undo()
     monkeypatch.setitem(FUNCTIONS, "mamba2_selective_state_update", lambda *_: torch.add)
     with pytest.raises(UserError, match="cannot go on from a running state"):
@@ -139,7 +145,7 @@ def test_what_states_do_not_go_with_is_refused_by_name() -> None:
 
 def test_the_docs_name_all_that_work() -> None:
     page = (Path(__file__).parents[3] / "docs" / "architectures.md").read_text()
-    table = page[page.index("| `model_type` | state |") : page.index("Each of them answers as")]
+    table = page[page.index("| `model_type` | state |") : page.index("Results of the script")]
     first = [line.split("|")[1] for line in table.splitlines()[2:] if line]
     assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(STATEFUL)
 

@@ -214,7 +214,7 @@ def test_a_batch_of_several_laws_has_plans_of_its_own_and_its_rest_goes_back(tar
     planner, drawn = plans.planner(KIND, 0.0), SamplingConfig(0.7, top_p=0.9)
     for rows in (GREEDY.rows, (*GREEDY.rows, drawn), (drawn, drawn), GREEDY.rows):
         planner.meet(len(rows), 100, RowSampling(rows))
-    known = {(kind.rule, kind.rows, kind.filters, temperature) for kind, temperature in plans.plans}
+    known = {(kind.rule, kind.rows, kind.filters, heat) for kind, heat, _ in plans.plans}
     assert known == {
         ("greedy", 1, False, 0.0), ("match", 2, True, None), ("match", 2, True, 0.7),
     }  # fmt: skip

@@ -24,7 +24,13 @@ from drafthead.lab.building.budget import (
     rows_of_steps,
 )
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
-from drafthead.lab.building.prompts import PromptFiles, add_about_texts, part_given, read_rows
+from drafthead.lab.building.prompts import (
+    PromptFiles,
+    add_about_texts,
+    part_given,
+    read_rows,
+    write_rows,
+)
 from drafthead.lab.building.view import Captured
 from drafthead.lab.planned_training import TrialOutOfMemoryError
 from drafthead.scripts import cli, stages
@@ -199,6 +205,12 @@ def test_prompts_are_parted_and_none_is_in_two_parts(tmp_path) -> None:
     write_prompts(source, 5)
     with pytest.raises(UserError, match="5 prompts are too few"):
         part_given([str(source)], 5, 0, files)
+
+
+def test_a_row_may_hold_characters_that_part_lines_elsewhere(tmp_path) -> None:
+    rows = [{"prompt": f"a{mark}b"} for mark in "\u2028\u2029\x85\x1c\x0b\r\n"]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
 def test_a_third_as_many_prompts_about_texts_are_added_once(tmp_path) -> None:

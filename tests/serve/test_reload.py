@@ -1,0 +1,150 @@
+"""Answers are recorded as training reads them, and other drafts are loaded while clients ask."""
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from drafters import make_head
+from fastapi.testclient import TestClient
+from tiny import byte_tokenizer, tiny_llama
+
+from drafthead.core.errors import UserError
+from drafthead.core.target.target import Target
+from drafthead.heads.formats.drafthead import save_head
+from drafthead.infer import Decoder
+from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.serve.app import make_app
+from drafthead.serve.recording import Recorder
+from drafthead.serve.server_options import ServerOptions
+from drafthead.train.data.conversations import read_conversations
+from drafthead.train.data.supervision import check_vocabulary, join_turns
+
+CHAT, COMPLETIONS, DRAFTS = "/v1/chat/completions", "/v1/completions", "/v1/drafts"
+KEY = {"Authorization": "Bearer secret"}
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def make_decoder(seed: int = 0) -> Decoder:
+    tokenizer = byte_tokenizer()
+    model = tiny_llama(seed, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    return Decoder(Target(model, tokenizer), PromptLookup(3))
+
+
+# ---- other drafts --------------------------------------------------------------------------------
+
+
+def test_drafts_change_under_load_and_no_answer_is_lost(tmp_path: Path) -> None:
+    """All answers, whole and streamed, begun before, between and after, are plain decoding's."""
+    decoder = make_decoder()
+    for number, family in enumerate(("eagle3", "medusa")):
+        head = make_head(family, decoder.target, number)
+        save_head(head, tmp_path / family, decoder.target, None, {})
+    texts = [f"text {number} " * (1 + number % 5) for number in range(24)]
+    plain = Decoder(decoder.target)
+    prompts = [decoder.tokenizer(text)["input_ids"] for text in texts]
+    expected = [plain.generate(ids, max_new_tokens=40).texts[0] for ids in prompts]
+    options = ServerOptions("tiny", max_batch=4, api_keys=("secret",))
+    with TestClient(make_app(decoder, options), headers=KEY) as client:
+
+        def ask(number: int) -> str:
+            body = {"prompt": texts[number], "temperature": 0, "max_tokens": 40}
+            if number % 2:
+                return client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+            parts = client.post(COMPLETIONS, json={**body, "stream": True}).text.split("\n\n")[:-2]
+            chunks = [json.loads(part.removeprefix("data: ")) for part in parts]
+            return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+        with ThreadPoolExecutor(6) as pool:
+            found = [pool.submit(ask, number) for number in range(len(texts))]
+            names = []
+            for drafts in (
+                [str(tmp_path / "eagle3"), "lookup"], [], [str(tmp_path / "medusa")], "lookup",
+                [str(tmp_path / "eagle3"), "answers"],
+            ):  # fmt: skip
+                loaded = client.post(DRAFTS, json={"draft": drafts})
+                assert loaded.status_code == 200, loaded.text
+                names.append(loaded.json()["drafters"])
+            assert [each.result() for each in found] == expected
+        assert names == [["head", "lookup"], [], ["head"], ["lookup"], ["head", "answers"]]
+        assert [ask(number) for number in range(4)] == expected[:4]
+        body = {"prompt": texts[0], "temperature": 0, "max_tokens": 40, "draft": ["head"]}
+        assert "metrics" in client.post(COMPLETIONS, json=body).json()
+        refused = client.post(DRAFTS, json={"draft": [str(tmp_path / "nothing")]})
+        assert refused.status_code == 400
+        assert client.post(DRAFTS, json={"draft": "lookup"}, headers=dict(KEY)).status_code == 200
+        assert not client.app.state.server.loop.running
+
+
+def test_only_who_has_a_key_changes_drafts() -> None:
+    body = {"draft": ["lookup"]}
+    with TestClient(make_app(make_decoder(), ServerOptions("tiny"))) as client:
+        refused = client.post(DRAFTS, json=body)
+        assert refused.status_code == 403 and "--api-key" in refused.json()["error"]["message"]
+    with TestClient(make_app(make_decoder(), ServerOptions("t", api_keys=("secret",)))) as client:
+        assert client.post(DRAFTS, json=body).status_code == 401
+        assert client.post(DRAFTS, json=body, headers=KEY).json()["drafters"] == ["lookup"]
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def serve_and_record(path: Path, bodies: list[tuple[str, dict]], **options: object) -> list[dict]:
+    decoder = make_decoder()
+    asked = ServerOptions("tiny", record=path, target="tiny", **options)
+    with TestClient(make_app(decoder, asked)) as client:
+        return [client.post(url, json=body).json() for url, body in bodies]
+
+
+def test_answers_are_recorded_as_rows_that_training_reads(tmp_path: Path, caplog) -> None:
+    """The token ids that were read and written, and nothing that is not the target's own text."""
+    path, decoder = tmp_path / "answers.jsonl", make_decoder()
+    body = {"messages": MESSAGES, "max_tokens": 12, "return_token_ids": True}
+    drawn = {**body, "temperature": 0.9, "seed": 4}
+    completion = {"prompt": "abc", "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    left_out = [
+        {**body, "repetition_penalty": 1.2}, {**body, "store": False},
+        {**body, "guided_regex": "a"}, {**body, "logit_bias": {"9": 3}},
+        {**drawn, "verifier": "typical"},
+    ]  # fmt: skip
+    bodies = [(CHAT, {**body, "temperature": 0}), (CHAT, drawn), (COMPLETIONS, completion)]
+    found = serve_and_record(path, [*bodies, *((CHAT, each) for each in left_out)])
+    assert any("tell your users" in message for message in caplog.messages)
+    assert path.stat().st_mode & 0o077 == 0
+    rows = read_conversations(path)
+    assert len(rows) == 3
+    for row, answer in zip(rows, found, strict=False):
+        [choice], [turn] = answer["choices"], row.tokens.answers
+        assert turn.prompt == choice["prompt_token_ids"] and turn.answer == choice["token_ids"]
+        check_vocabulary(row.tokens, decoder.tokenizer, row.where)
+        assert sum(join_turns(row.tokens.answers)[0].mask) == len(turn.answer)
+        assert row.writer.name == "tiny"
+    assert [row.temperature for row in rows] == [0.0, 0.9, 0.0]
+    assert rows[0].messages[0]["content"] == "hello"
+    assert rows[0].messages[1]["content"] == found[0]["choices"][0]["message"]["content"]
+
+
+def test_a_record_goes_on_after_a_kill_up_to_its_bytes(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "answers.jsonl"
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 4}
+    serve_and_record(path, [(CHAT, body)])
+    size = path.stat().st_size
+    with path.open("a") as file:
+        file.write('{"id": "half')
+    serve_and_record(path, [(CHAT, body)])
+    assert len(read_conversations(path)) == 2 and abs(path.stat().st_size - 2 * size) < 8
+    caplog.set_level(logging.WARNING)
+    recorder = Recorder(path, path.stat().st_size + 1, make_decoder(), "tiny")
+    decoder = make_decoder()
+    app = make_app(decoder, ServerOptions("tiny"))
+    with TestClient(app) as client:
+        client.app.state.server.loop.recorder = recorder
+        for _ in range(2):
+            assert client.post(CHAT, json=body).status_code == 200
+    assert len(read_conversations(path)) == 2
+    assert sum("no more answers are recorded" in each for each in caplog.messages) == 1
+    for other in (make_decoder(seed=1), decoder):
+        place = path if other is not decoder else tmp_path / "missing" / "file"
+        with pytest.raises(UserError, match="answers cannot be recorded"):
+            Recorder(place, 1 << 20, other, "tiny")
