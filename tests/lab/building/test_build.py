@@ -309,7 +309,7 @@ def test_prompts_are_invented_further_whatever_memory_is_free_and_however_passes
 
 @pytest.mark.parametrize(("free", "rows"), [(1e9, 32), (12e9, 128), (80e9, 256)])
 def test_a_gpu_answers_as_many_prompts_as_its_memory_holds(monkeypatch, free, rows) -> None:
-    memory = SimpleNamespace(most_in_use=11_000_000)  # of one row of SmolLM2
+    memory = SimpleNamespace(is_recorded=True, most_in_use=11_000_000)  # of one row of SmolLM2
     target = SimpleNamespace(memory=memory, device=None)
     decoder = SimpleNamespace(target=target, generate=lambda *_, **__: None)
     monkeypatch.setattr(answering, "free_memory", lambda device: int(free))
