@@ -8,8 +8,7 @@ from weakref import WeakSet
 
 import torch
 
-from drafthead.backends.compiled import Compiled, kernels_serve
-from drafthead.backends.cpu.substitutions import replacement_of
+from drafthead.backends.compiled import Compiled
 from drafthead.backends.cuda.compiled_layers import Fused
 from drafthead.core.backend import NOTHING, Backend, no_variant
 from drafthead.core.dims import Spec
@@ -28,7 +27,6 @@ class CompilingBackend(Backend):
         """See `heads.backend.backend_for`."""
         self.device, self.dtype = device, dtype
         self.fuses = fuses and device.type == "cuda"
-        self.has_kernels = kernels_serve(device, dtype)
         self.memory = CacheMemory.on(device)
         self.made: list[Compiled] = []
         self.others: WeakSet[Backend] = WeakSet()  # of drafters, which are forgotten with this one
@@ -38,12 +36,11 @@ class CompilingBackend(Backend):
         function: Callable[..., Any],
         dims: Mapping[str, Spec],
         reads: Sequence[Any],
-        in_bytes: bool = False,
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
     ) -> Compiled:
         made_for = self.device, self.dtype
-        made = Compiled(function, *made_for, dims, variant, around, reads, in_bytes)
+        made = Compiled(function, *made_for, dims, variant, around, reads)
         self.made.append(made)
         return made
 
@@ -52,7 +49,7 @@ class CompilingBackend(Backend):
             with suppress(ImportError):  # without Triton filters sort
                 found: Callable[..., Any] = import_module(KEPT_DRAWS).draw
                 return found
-        return replacement_of(operation, self.has_kernels)
+        return operation
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self.fuses:

@@ -1,15 +1,15 @@
 """Compiling what runs once a step: `torch.compile` with the settings that decoding needs.
 
-On a CPU the weights are frozen into the graph and packed for the processor once; eagerly they are
-packed again at every call, which for one row costs more than the multiplication. Calls go through
-C++, as a step is many short calls. On a GPU nothing is compiled here: the function is recorded as
-CUDA graphs, one for each shape, which takes as long as a few calls; see `recordings`.
+On a CPU without kernels of ours for the weights these are frozen into the graph and packed for the
+processor once; eagerly they are packed again at every call, which for one row costs more than the
+multiplication. Calls go through C++, as a step is many short calls. On a GPU nothing is compiled
+here: the function is recorded as CUDA graphs, one for each shape, which takes as long as a few
+calls; see `recordings`.
 """
 
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -28,15 +28,15 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from drafthead.backends.cpu.direct_call import OtherLayoutError, Recorder, direct_call
 from drafthead.backends.cpu.graph_record import keep, log_useless, records
-from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.recipes import Recipes
-from drafthead.backends.cpu.substitutions import CpuKernels
+from drafthead.backends.cpu.substitutions import ATTENTION
 from drafthead.backends.cuda.recordings import Recordings
 from drafthead.backends.fingerprint import UndescribedError, described, digest, surroundings
 from drafthead.core.backend import NOTHING, no_variant
 from drafthead.core.dims import Dims, Place, Spec, by_letter, size_at, tensor_at
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.storage.disk_cache import reason_against, usable_cache_folder
+from drafthead.core.substitution import Substituting
 
 CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,
@@ -52,7 +52,6 @@ CPU_OPTIONS: dict[str, Any] = {
 ONE_GRAPH: dict[str, Any] = (
     {"recompile_limit": 1} if "recompile_limit" in signature(torch.compile).parameters else {}
 )
-REWRITES = "joint_custom_post_pass"
 # Graphs of one kind; a need for more means that arguments differ in ways that no kind records. What
 # more there is runs uncompiled.
 MOST_GRAPHS = 8
@@ -83,32 +82,22 @@ class Compiled:
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
         reads: Sequence[Any] | None = None,
-        in_bytes: bool = False,
     ):
         """`dims` declares the shapes of the arguments, see `Dims`; they are checked when a graph is
         made. `variant(*arguments)` is for what else asks for another graph. `dtype` is that of the
         weights. A graph is made within `around`: with the hooks, say, whose work is to become part
         of it. `reads` are the models and other values that the function reads beside its arguments;
-        a graph is kept on the disk where they are known. With `in_bytes` our kernels read weights
-        as bytes: half as much, and about two digits of each weight.
+        a graph is kept on the disk where they are known.
 
         The function returns a tensor, None, a constant number, or a tuple of such values.
         """
         keep_compiled_code()
         self.function, self.variant, self.around = function, variant, around
-        self.reads, self.in_bytes = reads, in_bytes
+        self.reads = reads
         self.dims = Dims(function, dims)
         self.device, self.dtype = device, dtype
         self.on_cpu = device.type == "cpu"
-        self.has_kernels = kernels_serve(device, dtype)
         self.options: dict[str, Any] = CPU_OPTIONS
-        if self.has_kernels:
-            from drafthead.backends.cpu.kernels.rewrites import Rewrites
-
-            self.options = self.options | {
-                REWRITES: Rewrites(),
-                "epilogue_fusion": False,  # into our kernels, which store what they compute
-            }
         self.graphs: dict[Hashable, list[Graph]] = {}
         self.seconds, self.longest, self.times_forgotten = 0.0, 0.0, 0
 
@@ -174,17 +163,9 @@ class Compiled:
         """Under which a graph for these arguments is kept on the disk; None if it cannot be."""
         if self.reads is None:
             return None
-        own = (
-            self.function,
-            self.dims.specs,
-            self.kind(arguments),
-            self.has_kernels,
-            self.in_bytes,
-            self.reads,
-        )
-        options = {name: value for name, value in self.options.items() if name != REWRITES}
+        own = self.function, self.dims.specs, self.kind(arguments), self.reads, self.options
         try:
-            return digest([surroundings(), described([*own, options])])
+            return digest([surroundings(), described(list(own))])
         except UndescribedError as unknown:
             tell_of_each_process(str(unknown))
             return None
@@ -259,7 +240,7 @@ class Compiled:
         for first, *others in equal:
             for other in others:
                 torch._check(size_at(arguments, other) == size_at(arguments, first))
-        with CpuKernels(self.has_kernels, self.in_bytes):
+        with Substituting(ATTENTION):
             return self.function(*arguments)
 
 
@@ -278,28 +259,6 @@ def within(context: AbstractContextManager[object], function: Graph) -> Graph:
             return function(*arguments)
 
     return call
-
-
-def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our own kernels are used on a device with weights of this type."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and has_kernels()
-
-
-def has_kernels() -> bool:
-    """Whether our own kernels run on this processor, and fit into this version of torch's code."""
-    if not library.loaded():
-        return False
-    try:
-        # Importing it takes seconds, is needed only here, and tells torch how to call them.
-        from drafthead.backends.cpu.kernels import rewrites  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        warnings.warn(
-            f"drafthead's kernels do not fit into torch {torch.__version__} ({error}): compiled "
-            "passes work, but more slowly",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ prompts are read eagerly; where there are kernels of ours, passes run these at o
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 from torch.nn.functional import pad
@@ -246,13 +247,23 @@ class CompiledTarget(Target):
 
 
 def compiled_target(target: Target, in_bytes: bool, fuses: bool) -> Target:
-    """The target with passes compiled or recorded, or with our kernels where it can have them."""
-    if target.device.type == "cpu":
-        backend = CompilingBackend(target.device, target.dtype, fuses)
-        packed = packed_target(target, in_bytes, backend)
-        if isinstance(packed, PackedTarget):
-            return packed
+    """The target with passes compiled or recorded; with our kernels where it can have them, which
+    leave nothing to compile.
+    """
+    packed = packed_target(target, in_bytes)
+    if isinstance(packed, PackedTarget):
+        tell_of_nothing_to_compile()
+        return packed
     return CompiledTarget(target, in_bytes, fuses)
+
+
+@cache
+def tell_of_nothing_to_compile() -> None:
+    """Say, once in a process, that an option changes nothing here."""
+    logger.warning(
+        "compile changes nothing here: passes and drafts run drafthead's own kernels without it. "
+        "It is for GPUs, and for types and processors that have no such kernels"
+    )
 
 
 def is_for_kernels(mask: LayerMasks) -> bool:

@@ -36,8 +36,8 @@ class Backend:
     def forget_also(self, other: "Backend") -> None:
         """With this backend's functions forget those of another one, which read its weights too."""
 
-    def within(self, in_bytes: bool) -> AbstractContextManager[object]:
-        """What functions run within that are not compiled; matrices may be read `in_bytes`."""
+    def within(self) -> AbstractContextManager[object]:
+        """What functions run within that are not compiled."""
         return NOTHING
 
     @property
@@ -55,26 +55,28 @@ class Backend:
         function: Callable[..., Any],
         dims: Mapping[str, Spec],
         reads: Sequence[Any],
-        in_bytes: bool = False,
         variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
     ) -> Callable[..., Any]:
         """The function as it is to be called: within `around`.
 
         `dims` declares the shapes of its arguments, see `Dims`. `reads` are the models and other
-        values that it reads beside them, whose matrices may be read `in_bytes`. Calls differ in
-        their code by `variant(*arguments)`.
+        values that it reads beside them. Calls differ in their code by `variant(*arguments)`.
         """
 
         def call(*arguments: Any) -> Any:
-            with self.within(in_bytes), around:
+            with self.within(), around:
                 return function(*arguments)
 
         return call
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        """What compiled functions call instead of `sampling.draw` or `move_columns`."""
+        """What functions call instead of `sampling.draw`, `largest` or `move_columns`."""
         return operation
+
+    def packed(self, head: Any) -> Any:
+        """A `DraftHead` as it is to be run: itself, or a twin of it that runs our kernels."""
+        return head
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A part of a recorded function, compiled where that gains anything."""

@@ -367,6 +367,16 @@ def most_probable(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(largest > -torch.inf, token, NO_TOKEN)
 
 
+def largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `count` largest of logits [..., V], or all, in float32 and from the largest on.
+
+    Returns them and their places, both [..., k], and the log of the sum of exp over all, [..., 1].
+    """
+    numbers = logits.float()
+    values, places = numbers.topk(min(count, numbers.shape[-1]), dim=-1)
+    return values, places, numbers.logsumexp(-1, keepdim=True)
+
+
 def draw(
     logits: torch.Tensor,  # [B, N, V]
     tokens: torch.Tensor,  # [B, N] of a tree

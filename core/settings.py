@@ -181,9 +181,9 @@ DeviceName = Annotated[str, Field(description="Device: auto, cpu or cuda.")]
 CompileSwitch = Annotated[
     bool | None,
     Field(
-        description="Compile for more speed. It takes minutes the first time and is cached. On an "
-        "x86 CPU the drafts of heads are compiled, elsewhere the whole pass. By "
-        "default nothing is compiled: a GPU uses CUDA graphs, a CPU our kernels. "
+        description="For GPUs: compile the model's layers, which takes minutes the first "
+        "time. With our CPU kernels (bfloat16 on x86) it changes nothing; on other CPUs and "
+        "types it compiles passes. By default a GPU uses CUDA graphs and a CPU our kernels. "
         "--no-compile runs the model as it is written."
     ),
 ]

@@ -12,7 +12,6 @@ class Substitution(NamedTuple):
     operation: Callable[..., Any]
     replacement: Callable[..., Any]  # takes the operation's arguments
     condition: Callable[..., bool]  # on these arguments
-    is_kernel: bool = True  # one of ours: needs bfloat16 weights and a processor of ours
 
 
 class Substituting(TorchFunctionMode):

@@ -136,9 +136,10 @@ class Decoder:
         layers and lookup; the default is 4. `draft_temperature` is the temperature at which drafts
         are sampled; it changes the speed only.
 
-        `compile` compiles the drafts of heads, and passes where our CPU kernels are not available.
-        It takes minutes the first time and is cached on disk; the text stays the same. By default
-        nothing is compiled: a GPU uses CUDA graphs, and a CPU runs our kernels in bfloat16. False
+        `compile` is for GPUs, whose layers it compiles, and for CPUs and types without our kernels,
+        where it takes minutes the first time and is cached on disk; with our kernels it changes
+        nothing. The text stays the same. By default nothing is compiled: a GPU uses CUDA graphs,
+        and a CPU runs passes and drafts by our kernels in bfloat16. False
         runs the model as it is written. `same_bits` makes 16-bit text identical to plain decoding
         without our kernels, by padding every pass to 16 tokens, which is slower.
 

@@ -57,8 +57,8 @@ def main(
     compile: Annotated[
         bool | None,
         typer.Option(
-            help="Compile for more speed, which takes minutes. By default on from a "
-            "budget of 10 minutes."
+            help="For GPUs: compile layers, which takes minutes. By default on from a budget of "
+            "10 minutes where there is a GPU."
         ),
     ] = None,
     before: Annotated[
@@ -93,6 +93,8 @@ def main(
         raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    import torch
+
     from drafthead.lab.building.folder import Choices
 
     if before is not None or data is not None:
@@ -105,9 +107,11 @@ def main(
         return
     if output is None:
         raise UserError("give --output, the folder of the build")
+    if compile is None and total >= 10 and torch.cuda.is_available():
+        compile = True
     choices = Choices(
         model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
-        family, total, (total >= 10 or None) if compile is None else compile, init_from,
+        family, total, compile, init_from,
     )  # fmt: skip
     run(choices, output, plan)
 

@@ -87,31 +87,6 @@ def steady_steps(tmp_path_factory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def sizes_rendered(monkeypatch) -> Callable[[str], list[int]]:
-    """Of a kernel: the last size of each output that code is rendered for from now on.
-
-    What torch has compiled before is not rendered again, unless its caches are off.
-    """
-
-    def watch(kernel: str) -> list[int]:
-        # Importing the template takes seconds.
-        from drafthead.backends.cpu.kernels.template import KernelTemplate
-
-        sizes: list[int] = []
-        render = KernelTemplate.render
-
-        def watched(self, **given) -> str:
-            if self.name == kernel:
-                sizes.append(self.layout.size[-1])
-            return render(self, **given)
-
-        monkeypatch.setattr(KernelTemplate, "render", watched)
-        return sizes
-
-    return watch
-
-
 @pytest.fixture(scope="session")
 def make_target() -> Callable[..., Target]:
     """A random float32 Llama; large weights make its greedy text varied."""

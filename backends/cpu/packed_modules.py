@@ -7,7 +7,7 @@ known class is one call. What is not known stays as it is.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,8 +41,13 @@ class PackedLinear(nn.Module):
             product.bias,
             product.out_features,
         )
-        in_bytes = in_bytes and can_be_bytes(product.weight, product.weight)
-        self.packed = ops.pack([product.weight], False, in_bytes)
+        self.in_bytes = in_bytes and can_be_bytes(product.weight, product.weight)
+
+    @cached_property
+    def packed(self) -> torch.Tensor:
+        """Return the weights as the kernel reads them."""
+        made: torch.Tensor = ops.pack([self.weight], False, self.in_bytes)
+        return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
         """The product [..., N]."""
@@ -89,29 +94,9 @@ class PackedLayer(nn.Module):
     def __init__(self, layer: Any, in_bytes: bool):
         """For a layer of which `is_llama_layer` holds."""
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        products = attention.q_proj, attention.k_proj, attention.v_proj
-        nothing = attention.q_proj.weight.new_empty(0)
-        biases = [product.bias for product in products]
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-
-        def pack(*given: nn.Linear, paired: bool = False) -> torch.Tensor:
-            weights = [product.weight for product in given]
-            return ops.pack(weights, paired, in_bytes and can_be_bytes(weights[0], weights[0]))
-
-        self.number = attention.layer_idx
-        self.eps, self.scale = layer.input_layernorm.variance_epsilon, attention.scaling
-        self.weights = [
-            layer.input_layernorm.weight,
-            pack(*products),
-            nothing if biases[0] is None else torch.cat(biases),
-            *(nothing if norm is None else norm.weight for norm in norms),
-            pack(attention.o_proj),
-            nothing if attention.o_proj.bias is None else attention.o_proj.bias,
-            layer.post_attention_layernorm.weight,
-            pack(mlp.gate_proj, mlp.up_proj, paired=True),
-            pack(mlp.down_proj),
-        ]
+        self.number = layer.self_attn.layer_idx
+        self.eps, self.scale = layer.input_layernorm.variance_epsilon, layer.self_attn.scaling
+        self.weights = layer_weights(layer, layer.input_layernorm.weight, in_bytes)
 
     def forward(
         self,
@@ -129,6 +114,33 @@ class PackedLayer(nn.Module):
         weights = [weight for layer in layers for weight in layer.weights]
         seen = attention_mask, *states, weights, self.eps, self.scale
         return ops.decoder_layers(hidden_states, *position_embeddings, *seen)
+
+
+def layer_weights(layer: Any, input_norm: torch.Tensor, in_bytes: bool) -> list[torch.Tensor]:
+    """What the kernel reads of a layer as Llama's, see `operations.decoder_layer`; `input_norm` is
+    the weight [D] of its first norm.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    products = attention.q_proj, attention.k_proj, attention.v_proj
+    nothing = input_norm.new_empty(0)
+    biases = [product.bias for product in products]
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+
+    def pack(*given: nn.Linear, paired: bool = False) -> torch.Tensor:
+        weights = [product.weight for product in given]
+        return ops.pack(weights, paired, in_bytes and can_be_bytes(weights[0], weights[0]))
+
+    return [
+        input_norm,
+        pack(*products),
+        nothing if biases[0] is None else torch.cat(biases),
+        *(nothing if norm is None else norm.weight for norm in norms),
+        pack(attention.o_proj),
+        nothing if attention.o_proj.bias is None else attention.o_proj.bias,
+        layer.post_attention_layernorm.weight,
+        pack(mlp.gate_proj, mlp.up_proj, paired=True),
+        pack(mlp.down_proj),
+    ]
 
 
 class PackedLayers(nn.ModuleList):
@@ -183,8 +195,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
     """A model with the same weights, of which our kernels run what they can."""
-    shared = {id(weight): weight for _, weight in weights_of(model)}
-    twin = copy.deepcopy(model, shared).eval()
+    twin = with_same_weights(model)
     config = twin.config.get_text_config(decoder=True)
     if model._supports_attention_backend and config._attn_implementation == "sdpa":
         config._attn_implementation = ATTENTION
@@ -193,11 +204,18 @@ def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
             made = packed(part, in_bytes)
         if made is not None:
             parent._modules[name] = made
+            getattr(made, "packed", None)  # at once, and not at the first pass
     if len(set(getattr(config, "layer_types", None) or [""])) == 1:  # what they see is the same
         for parent, name, part in list(children_in(twin)):
             if isinstance(part, nn.ModuleList) and are_alike(list(part)):
                 parent._modules[name] = PackedLayers(part)
     return twin
+
+
+def with_same_weights(module: nn.Module) -> Any:
+    """A copy of a module for decoding, whose weights are those of the module."""
+    shared = {id(weight): weight for _, weight in weights_of(module)}
+    return copy.deepcopy(module, shared).eval()
 
 
 def are_alike(layers: Sequence[nn.Module]) -> bool:
@@ -292,22 +310,33 @@ def is_llama_layer(layer: Any) -> bool:
     kind = type(layer)
     if kind.__name__ not in LLAMA_LAYERS or not kind.__module__.startswith("transformers.models."):
         return False
+    norms = [layer.input_layernorm, *norms_after(layer)]
+    return (
+        are_llamas_parts(layer, norms)
+        and len({norm.variance_epsilon for norm in norms}) == 1
+        and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and len(list(layer.named_parameters())) == len(norms) + 7 + biases_of(layer)
+    )
+
+
+def norms_after(layer: Any) -> list[nn.Module]:
+    """The norms of a layer that are part of its attention or follow it."""
+    within = (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm"))
+    return [layer.post_attention_layernorm, *(norm for norm in within if norm is not None)]
+
+
+def are_llamas_parts(layer: Any, norms: Sequence[nn.Module]) -> bool:
+    """Whether the products and norms of a layer as Llama's are of sizes and types of ours."""
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [part for name in ("q_norm", "k_norm") if (part := getattr(attention, name, None))]
     first = [attention.q_proj, attention.k_proj, attention.v_proj]
     gates = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    head = attention.head_dim
     return (
         all(map(is_product, [*first, attention.o_proj, *gates]))
         and all(map(is_norm, norms))
-        and len({norm.variance_epsilon for norm in norms}) == 1
         and len({product.bias is None for product in first}) == 1
         and all(product.bias is None for product in gates)
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and len(list(layer.named_parameters())) == len(norms) + 7 + biases_of(layer)
-        and head % NORM_MULTIPLE == 0
-        and head <= LARGEST_HEAD
+        and attention.head_dim % NORM_MULTIPLE == 0
+        and attention.head_dim <= LARGEST_HEAD
         and mlp.gate_proj.out_features % NORM_MULTIPLE == 0
     )
 

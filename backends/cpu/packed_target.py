@@ -7,8 +7,8 @@ the pass reads, and so not on how a text was split into passes.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from drafthead.backends.cpu.kernels import library
 from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
 from drafthead.backends.cpu.kernels.packing import packed_weights
+from drafthead.backends.cpu.packed_heads import packed_head
 from drafthead.backends.cpu.packed_modules import (
     PackedLayer,
     PackedLinear,
@@ -29,7 +30,7 @@ from drafthead.backends.cpu.packed_modules import (
     is_product,
     twin_of,
 )
-from drafthead.backends.cpu.substitutions import CpuKernels, has_our_products, replacement_of
+from drafthead.backends.cpu.substitutions import has_our_products, replacement_of
 from drafthead.backends.cpu.threads import threads
 from drafthead.core.backend import Backend
 from drafthead.core.errors import UserError, first_line
@@ -56,24 +57,24 @@ class PackedBackend(Backend):
 
     has_kernels = True
 
-    @contextmanager
-    def within(self, in_bytes: bool) -> Iterator[None]:
-        with threads.for_a_call(), CpuKernels(True, in_bytes):
-            yield
+    def within(self) -> AbstractContextManager[None]:
+        return threads.for_a_call()
+
+    def packed(self, head: Any) -> Any:
+        """A twin of the head; the head itself where hooks read or change what its parts compute."""
+        return head if any(map(users_hooks, head.modules())) else packed_head(head)
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """Our kernel."""
-        return replacement_of(operation, has_kernels=True)
+        return replacement_of(operation)
 
 
 class PackedTarget(Target):
     """A target that runs our kernels in all passes that follow a cache."""
 
-    runs_at_once = True
-
-    def __init__(self, target: Target, in_bytes: bool = False, backend: Backend | None = None):
+    def __init__(self, target: Target, in_bytes: bool = False):
         """Share the target's model; see `packed_target`."""
-        self.backend = backend or PackedBackend()
+        self.backend = PackedBackend()
         self.plain = target
         super().__init__(target.model, target.tokenizer)
         self.numbers = target.numbers
@@ -95,7 +96,6 @@ class PackedTarget(Target):
         self.last_state = self.head_input() if after_norm else self.find_last_state(decoder)
         self.output_head = self.called.get_output_embeddings()
         self.functions.clear()
-        self.backend.forget()
         self.is_hooked = False
 
     def new_cache(self) -> TreeCache:
@@ -183,22 +183,17 @@ def is_lookup(part: nn.Module) -> bool:
     return isinstance(part, nn.Embedding)
 
 
-def packed_target(target: Target, in_bytes: bool = False, backend: Backend | None = None) -> Target:
-    """The target with our kernels; as it is, with a line in the log, where it cannot have them.
-
-    `backend` says that drafts are compiled; without one they run our kernels at once as well.
-    """
-    if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+def packed_target(target: Target, in_bytes: bool = False) -> Target:
+    """The target with our kernels; as it is, with a line in the log, where it cannot have them."""
+    if isinstance(target, PackedTarget) or target.device.type != "cpu":
         return target
-    if isinstance(target, PackedTarget):
-        if backend is None or target.backend.compiles:
-            return target
-        target = target.plain  # packed weights are found again
+    if target.dtype != torch.bfloat16:
+        return target
     try:
         target.check_compilable()
         if reason := obstacle(target):
             raise UserError(reason)
-        made = PackedTarget(target, in_bytes, backend)
+        made = PackedTarget(target, in_bytes)
         refuse_unlike(target, made)
     except Exception as error:  # whatever the code of a model raises that is given these
         reason = first_line(error)

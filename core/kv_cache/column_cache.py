@@ -86,6 +86,10 @@ class CacheColumns:
     ):
         self.keys, self.values, self.columns, self.end = keys, values, columns, end
 
+    def of_layer(self, layer: int) -> "LayerColumns":
+        """What a layer's attention writes its keys and values by."""
+        return LayerColumns(self, layer)
+
     def append(
         self,
         layer: int,
@@ -99,6 +103,19 @@ class CacheColumns:
             store.index_copy_(2, self.columns, states)
         # Views: attention reads the columns where they lie.
         return stores[0][:, :, : self.end], stores[1][:, :, : self.end]
+
+
+class LayerColumns:
+    """The columns of one layer, called with its new keys and values: see `CacheColumns.append`."""
+
+    def __init__(self, cached: CacheColumns, layer: int):
+        self.cached, self.layer = cached, layer
+
+    def __call__(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [B, H, N, D]; returns all S columns of both."""
+        return self.cached.append(self.layer, keys, values)
 
 
 class TreeKernels(Protocol):
@@ -161,16 +178,19 @@ class CacheView(NamedTuple):
     lengths: torch.Tensor  # [B] committed positions
     room: Room
 
-    def mask(self, visible: torch.Tensor) -> torch.Tensor:
+    def mask(
+        self, visible: torch.Tensor, made: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """The bool mask [B, 1, N, S], or what the kernel takes in its place.
 
-        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees.
+        `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees. `made`
+        may take the place of `visible_columns`.
         """
         room, (nodes, count) = self.room, visible.shape[1:]
         first = room.columns[0] - (count - nodes)
         if room.kernels is not None:
             return room.kernels.sight(visible, self.lengths, first)
-        return visible_columns(visible, self.lengths, room.seen, first)
+        return (made or visible_columns)(visible, self.lengths, room.seen, first)
 
     def opened(self) -> CacheColumns:
         """The cache to append to, of a pass with such a mask."""

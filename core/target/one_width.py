@@ -54,7 +54,7 @@ def has_mask(*_: object, attn_mask: torch.Tensor | None = None, **__: object) ->
     return attn_mask is not None
 
 
-IN_FLOAT64 = Substitution(scaled_dot_product_attention, attention, has_mask, is_kernel=False)
+IN_FLOAT64 = Substitution(scaled_dot_product_attention, attention, has_mask)
 
 
 class OneWidthTarget(Target):

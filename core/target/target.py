@@ -72,8 +72,7 @@ class Target:
     # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
     decoder_prompt: tuple[int, ...] = ()
     memory: FreshMemory = FRESH  # of its caches
-    runs_at_once = False  # whether passes are no part of a graph, although drafts are compiled
-    in_bytes = False  # whether its matrices were rounded, and compiled passes read bytes
+    in_bytes = False  # whether its matrices were rounded, and our kernels read bytes
     backend: Backend = EAGER
     kernels: TreeKernels | None = None  # of recorded passes, where they fit the model
     # Of a part of a larger target: which of the latter's layers it has, and so of its caches.
@@ -508,7 +507,7 @@ class Target:
         The other arguments are those of `Backend.compile`; `reads` come beside the model.
         """
         read, around = (self.model, *reads), self.around(taps)
-        return self.backend.compile(function, dims, read, self.in_bytes, variant, around)
+        return self.backend.compile(function, dims, read, variant, around)
 
     def around(self, taps: "Taps") -> AbstractContextManager[object]:
         """What a pass with these taps runs within."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -12,12 +12,14 @@ from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
-from drafthead.core.kv_cache.column_cache import TreeKernels
-from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom
+from drafthead.core.kv_cache.column_cache import TreeKernels, visible_columns
+from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, largest
 from drafthead.core.target.target import Target
+from drafthead.core.target.weight_state import state_of
 from drafthead.core.trees.tree import Budget, TreeShape
 from drafthead.heads.base import DraftHead, drafting_fields
-from drafthead.heads.growing.levels import Level, levels_of
+from drafthead.heads.growing.dynamic import best_tree
+from drafthead.heads.growing.levels import Guesses, Level, best_guesses, levels_of
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import frequencies_in
@@ -34,6 +36,8 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     names = ("head",)
     on_device = False  # whether its sessions are `OnDevice`
+    # Functions that kernels may take the place of.
+    with_kernels: ClassVar[tuple[str, ...]] = ("largest", "visible_columns", "best_tree")
 
     def __init__(
         self,
@@ -60,6 +64,9 @@ class HeadDrafter(Drafter, Generic[Head]):
                 f"drafts {head.depth} tokens"
             )
         self.head, self.target, self.fixed = head, target, shape
+        self.given, self.state = head, state_of(head)  # as it is; `head` may be its twin
+        # What draws trees, and may be kernels of ours.
+        self.largest, self.visible_columns, self.best_tree = largest, visible_columns, best_tree
         self.features = head.features_needed
         self.backend: Backend = EAGER
         self.memory: FreshMemory = FRESH  # of its caches
@@ -85,25 +92,28 @@ class HeadDrafter(Drafter, Generic[Head]):
         return cache.is_empty or (self.memory.is_recorded and positions > LONG)
 
     def prepare(self, target: Target | None) -> None:
-        """Draft compiled from now on, for this compiled target where there is one."""
+        """Draft from now on as this target's passes run: by our kernels, compiled or recorded."""
         self.target = target or self.target
         its = self.target.backend
         if its.has_kernels and not its.compiles:
-            self.backend = its  # runs functions at once
+            self.backend, self.head = its, its.packed(self.given)
+            for name in self.with_kernels:
+                setattr(self, name, its.replacement_of(getattr(self, name)))
         else:
             self.backend = backend_for(self.target.device, self.target.dtype, its.fuses)
             its.forget_also(self.backend)
         self.memory, self.kernels = self.backend.memory, self.target.kernels
 
+    def follow_weights(self) -> None:
+        """Run the head with its weights as they are now; called when a session starts."""
+        if (state := state_of(self.given)) != self.state:
+            self.head, self.state = self.backend.packed(self.given), state
+
     def compiled(
         self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object
     ) -> Callable[..., Any]:
-        """A pass of the draft, compiled; `reads` as for `Backend.compile`, beside head and target.
-
-        On a CPU it reads weights as bytes, half as much: no guess changes an answer.
-        """
-        read = *self.read_by_graphs, *reads
-        return self.backend.compile(function, dims, read, in_bytes=True)
+        """A pass of the draft, compiled; `reads` come beside what is `read_by_graphs`."""
+        return self.backend.compile(function, dims, (*self.read_by_graphs, *reads))
 
     def compiled_readers(
         self, function: Callable[..., Value], dims: Mapping[str, Spec]
@@ -111,10 +121,16 @@ class HeadDrafter(Drafter, Generic[Head]):
         """A compiled pass over committed positions, and how a prompt is read.
 
         Prompts are seldom of one length: where calls are recorded, each would be recorded once and
-        used once. Our kernels serve all lengths with one graph.
+        used once. Our kernels serve all lengths.
         """
         compiled = self.compiled(function, dims)
         return compiled, compiled if self.backend.has_kernels else function
+
+    def best_guesses(self, logits: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guesses:
+        """`growing.levels.best_guesses` of logits [B, n, Vd]."""
+        # A head without a draft vocabulary need not have `tokens_of`.
+        tokens_of = getattr(self.head, "tokens_of", torch.Tensor.long)
+        return best_guesses(logits, tokens_of, count, self.largest)
 
     def slots(self, count: int) -> torch.Tensor:
         """The numbers [count] from 0 on, made once."""

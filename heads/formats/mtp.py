@@ -195,7 +195,7 @@ class Mtp(WritableFormat):
             sees = (places[0, :, None] >= places)[None, None]
             embeds = probe.target.embed(following[:, : states.shape[1]])
             rotation = head.rotary(places)
-            outputs = head.run_layers(embeds, states, rotation, sees, lambda _, *kept: kept)
+            outputs = head.run_layers(embeds, states, rotation, sees, lambda _: lambda *kept: kept)
             rows.append(probe.target.project(outputs[0, -1]))
             states = torch.cat([states, outputs[:, -1:]], dim=1)
         return torch.stack(rows)

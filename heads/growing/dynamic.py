@@ -56,12 +56,6 @@ class Candidates(NamedTuple):
         above = above.masked_fill(slots == 0, -1)
         return tokens.gather(1, chosen), above, self.scores.gather(1, chosen)
 
-    def tables(self, slots: torch.Tensor, levels: int) -> TreeTables:
-        """The trees of the N most valuable candidates, for `slots` as for `best`; no candidate is
-        deeper than `levels`.
-        """
-        return TreeTables.of(*self.best(slots), levels)
-
 
 class TreeGrowth:
     """The candidates for a batch of trees, numbered in the order of their depth; the root is 0.
@@ -131,7 +125,49 @@ class TreeGrowth:
         available = sum(level.shape[1] for level in self.scores)
         slots = torch.arange(min(num_nodes, available), device=self.opened.device)
         levels, width = len(self.scores) - 1, self.scores[1].shape[1]
-        return self.candidates().tables(slots, levels).tree(levels, width)
+        return best_tree(self.candidates(), slots, levels).tree(levels, width)
+
+
+class Opened(NamedTuple):
+    """The nodes of a level that are opened. Tensors alone."""
+
+    numbers: torch.Tensor  # [B, n] among the candidates
+    tokens: torch.Tensor  # [B, n]
+    parents: torch.Tensor  # [B, n, D] outputs at their parents
+    visible: torch.Tensor  # [B, n, P + n] which drafted nodes they see, see `seen_after_opening`
+
+
+def open_level(
+    candidates: Candidates,
+    outputs: torch.Tensor,  # [B, F, D] at the nodes that were opened last
+    visible: torch.Tensor | None,  # [B, F, P] which drafted nodes they see; None: none
+    slots: torch.Tensor,  # [n], the numbers from 0
+    width: int,  # children of each of them
+) -> Opened:
+    """Open the n most valuable nodes of the deepest level."""
+    growth = TreeGrowth.resumed(candidates, width)
+    tokens, above = growth.open_best(slots)
+    parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
+    return Opened(growth.opened, tokens, parents, seen_after_opening(visible, above, slots))
+
+
+def with_children(
+    candidates: Candidates,
+    opened: torch.Tensor,  # [B, n] numbers of candidates
+    log_probs: torch.Tensor,  # [B, n, k] float32
+    tokens: torch.Tensor,  # [B, n, k]
+) -> Candidates:
+    """The candidates, and k children of each of some."""
+    growth = TreeGrowth.resumed(candidates._replace(opened=opened), 0)
+    growth.add_children(log_probs, tokens)
+    return growth.candidates()
+
+
+def best_tree(candidates: Candidates, slots: torch.Tensor, levels: int) -> TreeTables:
+    """The trees of the N most valuable candidates, for `slots` [N], the numbers from 0; no
+    candidate is deeper than `levels`.
+    """
+    return TreeTables.of(*candidates.best(slots), levels)
 
 
 def num_opened(nodes: int, depth: int, width: int, available: int) -> int:

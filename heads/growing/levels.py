@@ -13,6 +13,7 @@ from drafthead.core.sampling import (
     Sampling,
     draft_distribution,
     draw_without_replacement,
+    largest,
 )
 from drafthead.core.trees.tree import TokenTree, TreeShape
 
@@ -59,14 +60,18 @@ Support = tuple[torch.Tensor, torch.Tensor]  # ids and probabilities [B, n, k] o
 
 
 def best_guesses(
-    logits: torch.Tensor, ids: torch.Tensor | None = None, count: int = DRAFT_SUPPORT
+    logits: torch.Tensor,
+    tokens_of: Callable[[torch.Tensor], torch.Tensor],
+    count: int = DRAFT_SUPPORT,
+    largest: Callable[..., tuple[torch.Tensor, ...]] = largest,
 ) -> Guesses:
     """The most probable tokens after nodes with logits [B, n, Vd], and their logits in float32.
 
-    `ids` [Vd] are the tokens of a draft vocabulary; None for the whole vocabulary.
+    `tokens_of` says which tokens places among the logits stand for; `largest` finds them, as
+    `sampling.largest` does.
     """
-    best, places = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
-    return best, places if ids is None else ids[places]
+    best, places, _ = largest(logits, count)
+    return best, tokens_of(places)
 
 
 def filled_tree(

@@ -24,7 +24,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [B, 1, T, head_dim] each
 # Takes new keys and values [B, Hkv, T, head_dim], returns all S that a pass attends to.
 Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-LayerStore = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+StoreOf = Callable[[int], Store]  # of each layer
 
 
 @dataclass(frozen=True)
@@ -239,13 +239,23 @@ class GatedMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer; `input_norm` false leaves out the norm before the attention."""
+    """A pre-norm decoder layer.
 
-    def __init__(self, config: LayerConfig, input_norm: bool = True, qk_norm: bool = False):
+    `input_norm` false leaves out the norm before the attention, and `input_size` is the width of
+    what the attention reads, the hidden size unless given.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        input_norm: bool = True,
+        qk_norm: bool = False,
+        input_size: int | None = None,
+    ):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps) if input_norm else nn.Identity()
-        self.self_attn = SelfAttention(config, qk_norm=qk_norm)
+        self.self_attn = SelfAttention(config, input_size, qk_norm)
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMlp(config)
 
@@ -257,8 +267,22 @@ class DecoderLayer(nn.Module):
         store: Store | None = None,
     ) -> torch.Tensor:
         """Maps [B, T, D] to [B, T, D]; see `SelfAttention.forward`."""
-        normed = self.input_layernorm(hidden)
-        hidden = hidden + self.self_attn(normed, rotation, mask, store)
+        return self.added(*self.inputs(hidden), rotation, mask, store)
+
+    def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to, [B, T, D], and what its attention reads, [B, T, K]."""
+        return hidden, self.input_layernorm(hidden)
+
+    def added(
+        self,
+        hidden: torch.Tensor,  # [B, T, D]
+        read: torch.Tensor,  # [B, T, K]
+        rotation: Rotation,
+        mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
+        store: Store | None = None,
+    ) -> torch.Tensor:
+        """The hidden states with what attention makes of what is read, and then the MLP, added."""
+        hidden = hidden + self.self_attn(read, rotation, mask, store)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def silence(self) -> None:

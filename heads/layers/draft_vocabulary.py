@@ -69,7 +69,7 @@ class DraftVocabulary(nn.Module):
 
     def tokens_of(self, guesses: torch.Tensor) -> torch.Tensor:
         """The token ids [...] of guesses [...], which are places among the head's logits."""
-        return guesses if self.d2t is None else guesses + self.d2t[guesses]
+        return guesses if self.d2t is None else guesses + self.d2t.take(guesses)
 
     @property
     def num_guesses(self) -> int:

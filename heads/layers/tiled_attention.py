@@ -143,7 +143,7 @@ class TiledAttention(Substituting):
         }
         way = ways.get(device.type)
         operation = scaled_dot_product_attention
-        super().__init__([] if way is None else [Substitution(operation, *way, is_kernel=False)])
+        super().__init__([] if way is None else [Substitution(operation, *way)])
         # By address. The masks are kept, so that no other one can come to the address of one.
         self.known: dict[tuple[object, ...], tuple[torch.Tensor, list[Tile] | None]] = {}
 

@@ -91,8 +91,7 @@ class PromptPass:
 
 def steps_in_one_call(target: Target, request: Request) -> bool:
     """Whether steps under rules that follow the target are compiled as a whole."""
-    in_graphs = target.backend.compiles and not target.runs_at_once
-    return in_graphs and request.samples_in_graphs
+    return target.backend.compiles and request.samples_in_graphs
 
 
 class Stepper:

@@ -307,14 +307,14 @@ def falling(seen: Examination) -> Finding:
 
 
 def planner_of(patient: Patient) -> Finding:
-    """What the planner takes for one user, uncompiled, by what steps cost on this machine."""
+    """What the planner takes for one user, by what steps cost on this machine."""
     drafter = head_drafter(patient.head, patient.target)
-    decoder = decoder_for(patient.target, drafter, None, compile=False)
+    decoder = decoder_for(patient.target, drafter, None, compile=None)
     plan = measured_plan(decoder, batch=1, temperature=0.0, fresh=False)
     chosen = next(row for row in plan.rows if row.chosen)
     if chosen.nodes > 1:
         return Finding(plan.notes[0])
     return Finding(
         plan.notes[0],
-        "a better head, or a cheaper one; `drafthead explain tree --compile` shows compiled steps",
+        "a better head, or a cheaper one; `drafthead explain tree` shows what each size costs",
     )

@@ -105,7 +105,8 @@ def entrants(target: Target, drafts: Mapping[str, NamedDraft], options: DraftOpt
     # Plain decoding comes first: what it compiles of the target serves all others.
     plain = decoder_for(target, None, None, options.compile)
     ours = plain.target  # compiled passes belong to it; transformers knows none
-    size, compiled = options.tree_nodes, ours.backend.compiles
+    # As the target is: recorded, with our kernels, or for False as the model is written.
+    size, compiled = options.tree_nodes, ours.backend.compiles or options.compile
     made: dict[str, Drafter] = {}
     assistant = None
     for mode, named in drafts.items():

@@ -1,9 +1,7 @@
 """The kernels of this processor, compiled once for all models.
 
-A product has code of its own for each number of rows, which takes longer to compile than the rest
-of most graphs. `python -m drafthead.backends.cpu.kernels.library`, a part of `make install`,
-compiles them into this folder; else they are compiled when they are first needed, into the user's
-cache. Code that torch generates for a pass finds the products among the functions of the process.
+`python -m drafthead.backends.cpu.kernels.library`, a part of `make install`, compiles them into
+this folder; else they are compiled when they are first needed, into the user's cache.
 """
 
 import hashlib
@@ -11,7 +9,7 @@ import logging
 import os
 import re
 import subprocess
-from ctypes import CDLL, RTLD_GLOBAL
+from ctypes import CDLL
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +24,7 @@ BUILT = Path(__file__).parent / "built"  # with the project, not in git
 SOURCE, INCLUDED = Path(__file__).parent / "source", Path(torch.__file__).parent
 FLAGS = (
     *("-O3", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
-    # Each number is rounded as the source says: torch's code generator compiles so as well.
+    # Each number is rounded as the source says.
     *("-fno-math-errno", "-ffp-contract=off", "-fno-tree-loop-vectorize"),
     *("-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mlzcnt", "-mbmi", "-mbmi2"),
 )
@@ -40,7 +38,6 @@ def text_of(name: str) -> str:
 
     Those that are not there are in a folder for the processor's instructions.
     """
-    # Not the path of a header: torch's cache of compiled code would not notice that it changes.
     path = SOURCE / name
     if not path.exists():
         path = SOURCE / str(kernel_set()) / name
@@ -48,21 +45,9 @@ def text_of(name: str) -> str:
     return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 
 
-@cache
-def namespace() -> str:
-    """C++ that names the namespace of this version's functions."""
-    version = hashlib.sha256(text_of("library.h").encode()).hexdigest()[:16]
-    return f"#define DRAFTHEAD_LIBRARY drafthead_{version}\n"
-
-
-def declarations() -> str:
-    """C++ that declares the functions of the library."""
-    return namespace() + text_of("declared.h")
-
-
 def text() -> str:
     """The C++ of the library."""
-    return namespace() + text_of("operations.cpp")
+    return text_of("operations.cpp")
 
 
 def name_of(source: str) -> str:
@@ -103,7 +88,7 @@ def loaded() -> bool:
     try:
         if not path.exists():
             compile_library(text(), path)
-        CDLL(str(path), RTLD_GLOBAL)  # generated code finds the functions, and torch the operations
+        CDLL(str(path))  # torch then knows the operations
     except OSError as error:
         logger.warning(
             "PyTorch's kernels are used, so 16-bit text can differ at near-ties: %s", error

@@ -2,8 +2,7 @@
 
 Each has a schema, an implementation in torch's own operations, which says what it computes and runs
 where there are no kernels, and the shape of its result. The C++ of `library` takes the place of the
-implementations on processors that it is written for; code that torch generates for a pass calls the
-same functions, see `template`. So a result has the same bits whoever asks for it.
+implementations on processors that it is written for.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,9 @@ from torch.nn import functional
 
 from drafthead.backends.cpu.kernels import packing
 from drafthead.core import sampling
-from drafthead.core.kv_cache.column_cache import move_columns
+from drafthead.core.kv_cache.column_cache import move_columns, visible_columns
+from drafthead.core.trees.tree import TreeTables
+from drafthead.heads.growing import dynamic
 
 MOST = 64  # of the largest: for more, sorting is faster
 NORM_MULTIPLE = 32  # norms and heads are of a multiple of so many values
@@ -102,7 +103,7 @@ def attend(
     query: torch.Tensor,  # [B, H, T, D]
     key: torch.Tensor,  # [B, G, S, D], H a multiple of G
     value: torch.Tensor,  # [B, G, S, D]
-    mask: torch.Tensor,  # [B or 1, H or 1, T, S] added to the scores
+    mask: torch.Tensor,  # [B or 1, H or 1, T, S] bool, or added to the scores
     scale: float,
 ) -> torch.Tensor:
     """softmax(scale query key^T + mask) value [B, H, T, D], laid out as [B, T, H, D]."""
@@ -156,27 +157,30 @@ def rotations(
 
 @operation(
     "decoder_layers(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor[] keys, "
-    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale) -> Tensor",
+    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale, "
+    "Tensor? given=None) -> Tensor",
     lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
 )
 def decoder_layers(
     hidden: torch.Tensor,  # [B, T, D]
     cos: torch.Tensor,  # [B or 1, T, head]
     sin: torch.Tensor,  # as cos
-    mask: torch.Tensor,  # [B or 1, 1, T, S] added to the scores
+    mask: torch.Tensor,  # [B or 1, 1, T, S] bool, or added to the scores
     keys: Sequence[torch.Tensor],  # of each layer [B, G, capacity, head]
     values: Sequence[torch.Tensor],  # as keys
     columns: torch.Tensor,  # [T] that the tokens' keys and values are written to
     weights: Sequence[torch.Tensor],  # `LAYER_WEIGHTS` of each layer
     eps: float,
     scale: float,
+    given: torch.Tensor | None = None,  # [B, T, K]
 ) -> torch.Tensor:
     """The output [B, T, D] of layers as Llama's that follow each other, with keys and values
-    written.
+    written. The attention of the first reads what is `given`, by default the norm of its input.
     """
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         own = weights[number * LAYER_WEIGHTS : (number + 1) * LAYER_WEIGHTS]
-        hidden = decoder_layer(hidden, cos, sin, mask, key, value, columns, own, eps, scale)
+        read = None if number else given
+        hidden = decoder_layer(hidden, cos, sin, mask, key, value, columns, own, eps, scale, read)
     return hidden
 
 
@@ -184,13 +188,14 @@ def decoder_layer(
     hidden: torch.Tensor,  # [B, T, D]
     cos: torch.Tensor,  # [B or 1, T, head]
     sin: torch.Tensor,  # as cos
-    mask: torch.Tensor,  # [B or 1, 1, T, S] added to the scores
+    mask: torch.Tensor,  # [B or 1, 1, T, S] bool, or added to the scores
     keys: torch.Tensor,  # [B, G, capacity, head]
     values: torch.Tensor,  # as keys
     columns: torch.Tensor,  # [T] that the tokens' keys and values are written to
     weights: Sequence[torch.Tensor],
     eps: float,
     scale: float,
+    given: torch.Tensor | None,  # [B, T, K]
 ) -> torch.Tensor:
     """The output [B, T, D] of one of `decoder_layers`.
 
@@ -202,7 +207,8 @@ def decoder_layer(
     batch, tokens, width = hidden.shape
     groups, size = keys.shape[1], keys.shape[3]
     across = qkv.shape[0] * packing.COLUMNS
-    states = linear(rms_norm(hidden, norm, eps, False), qkv, across, or_none(qkv_bias))
+    attended = rms_norm(hidden, norm, eps, False) if given is None else given
+    states = linear(attended, qkv, across, or_none(qkv_bias))
     heads = states.view(batch, tokens, -1, size).transpose(1, 2)
     query, key, value = heads.split([heads.shape[1] - 2 * groups, groups, groups], dim=1)
     if q_norm.numel():
@@ -210,8 +216,8 @@ def decoder_layer(
     keys.index_copy_(2, columns, rotated(key, cos, sin))
     values.index_copy_(2, columns, value)
     seen = mask.shape[-1]
-    given = keys[:, :, :seen], values[:, :, :seen]
-    mixed = attend(rotated(query, cos, sin), *given, mask, scale).transpose(1, 2).flatten(2)
+    states_seen = keys[:, :, :seen], values[:, :, :seen]
+    mixed = attend(rotated(query, cos, sin), *states_seen, mask, scale).transpose(1, 2).flatten(2)
     hidden = hidden + linear(mixed, out, width, or_none(out_bias))
     between = gated(rms_norm(hidden, mlp_norm, eps, False), gate_up, gate_up.shape[0] * 16)
     return hidden + linear(between, down, width, None)
@@ -232,16 +238,78 @@ def rotated(
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
-@operation(
-    "top(Tensor x, SymInt count) -> Tensor",
-    lambda x, count: x.new_empty(*x.shape[:-1], count, dtype=torch.int64),
-)
-def top(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Places [..., k] of the k largest of x [..., V] float32, from the largest on, k <= `MOST`.
+def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """An empty result of `largest`."""
+    values, total = (x.new_empty(*x.shape[:-1], n, dtype=torch.float32) for n in (count, 1))
+    return values, values.long(), total
 
-    Of equals the first comes first: of 1 3 3 2 the places of the two largest are 1 and 2.
-    """
-    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count].clone()
+
+operation("largest(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
+    sampling.largest
+)
+
+
+@operation(
+    "open_level(Tensor scores, Tensor tokens, Tensor opened, Tensor outputs, Tensor? visible, "
+    "SymInt count, SymInt width) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def open_level(
+    scores: torch.Tensor,  # [B, C]
+    tokens: torch.Tensor,  # [B, C]
+    opened: torch.Tensor,  # [B, F]
+    outputs: torch.Tensor,  # [B, F, D]
+    visible: torch.Tensor | None,  # [B, F, P]
+    count: int,
+    width: int,
+) -> dynamic.Opened:
+    """`dynamic.open_level` of `count` nodes."""
+    nodes = dynamic.Candidates(scores, tokens, tokens, opened)
+    return dynamic.open_level(nodes, outputs, visible, torch.arange(count), width)
+
+
+@operation(
+    "with_children(Tensor scores, Tensor tokens, Tensor parents, Tensor opened, Tensor log_probs, "
+    "Tensor ids) -> (Tensor, Tensor, Tensor)"
+)
+def with_children(
+    scores: torch.Tensor,  # [B, C]
+    tokens: torch.Tensor,  # [B, C]
+    parents: torch.Tensor,  # [B, C]
+    opened: torch.Tensor,  # [B, n]
+    log_probs: torch.Tensor,  # [B, n, k]
+    ids: torch.Tensor,  # [B, n, k]
+) -> tuple[torch.Tensor, ...]:
+    """`dynamic.with_children`: scores, tokens and parents."""
+    nodes = dynamic.Candidates(scores, tokens, parents, opened)
+    return dynamic.with_children(nodes, opened, log_probs, ids)[:3]
+
+
+@operation(
+    "best_tree(Tensor scores, Tensor tokens, Tensor parents, SymInt nodes) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def best_tree(
+    scores: torch.Tensor,  # [B, C]
+    tokens: torch.Tensor,  # [B, C]
+    parents: torch.Tensor,  # [B, C]
+    nodes: int,
+) -> TreeTables:
+    """`dynamic.best_tree` of so many nodes."""
+    known = dynamic.Candidates(scores, tokens, parents, parents)
+    return dynamic.best_tree(known, torch.arange(nodes), nodes - 1)
+
+
+@operation(
+    "visible_columns(Tensor visible, Tensor lengths, SymInt columns, SymInt first) -> Tensor"
+)
+def visible(
+    visible: torch.Tensor,  # [B or 1, N, M]
+    lengths: torch.Tensor,  # [B]
+    columns: int,
+    first: int,
+) -> torch.Tensor:
+    """`visible_columns` [B, 1, N, S] of S columns."""
+    return visible_columns(visible, lengths, torch.arange(columns), first)
 
 
 operation(

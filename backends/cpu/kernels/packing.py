@@ -61,7 +61,6 @@ def new_mapping(size: int) -> torch.Tensor:
 # Packed weights by the first of them: the graphs of a model share one copy.
 packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 memory = HugePages()
-recent: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the same, by version
 
 
 def pack(
@@ -88,15 +87,6 @@ def pack(
         copy = memory.copy(blocks).flatten(0, -3).view(torch.bfloat16)
         known[key] = values, copy.unflatten(-1, (COLUMNS, 2))
     return known[key][1]
-
-
-def packed_once(weight: torch.Tensor, in_bytes: bool) -> torch.Tensor:
-    """`pack` of one weight [N, K] that eager passes ask for again and again."""
-    known = recent.setdefault(weight, {})
-    state = weight_state(weight)
-    if known.get(in_bytes, (None,))[0] != state:
-        known[in_bytes] = state, pack([weight], False, in_bytes)
-    return known[in_bytes][1]
 
 
 def checksum(weight: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
-from drafthead.heads.growing.levels import Guesses, best_guesses
+from drafthead.heads.growing.levels import Guesses
 from drafthead.heads.objectives.batch import MAX_RANK
 
 
@@ -70,7 +70,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             partial(self._fill, depth=self.head.depth),
             dims=("B .", "B", "N", "N", DRAWS),
             reads=(*self.read_by_graphs, self.widest),
-            alone=partial(self.fill, depth=self.head.depth),
+            alone=lambda *given: self.fill(*given, self.head.depth),
         )
 
     def _guess(
@@ -80,7 +80,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         count: int = DRAFT_SUPPORT,  # k
     ) -> Guesses:
         """Logits and ids [B, d, k] of the best guesses of the first d heads."""
-        return best_guesses(self.head.all_logits(hidden, depth, self.target), count=count)
+        return self.best_guesses(self.head.all_logits(hidden, depth, self.target), count)
 
     def _fill(
         self,
@@ -122,6 +122,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         return self.layouts[key]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return MedusaSession(self)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drafthead.core.coupling import NextDraws
-from drafthead.core.sampling import DRAFT_SUPPORT, arrival_times
+from drafthead.core.sampling import DRAFT_SUPPORT, arrival_times, largest
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.dynamic import TreeGrowth
@@ -25,11 +25,17 @@ class Block:
     """The outputs of one pass over a block, and the correction by the tokens chosen in it."""
 
     def __init__(
-        self, head: ParallelHead, hidden: torch.Tensor, logits: torch.Tensor | None = None
+        self,
+        head: ParallelHead,
+        hidden: torch.Tensor,
+        logits: torch.Tensor | None = None,
+        largest: Callable[..., tuple[torch.Tensor, ...]] = largest,
     ):
-        """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots."""
+        """`hidden` [B, K, D] and `logits` [B, K, Vd] are those of the slots; `largest` as
+        `sampling.largest`.
+        """
         self.correction, self.tokens_of = head.correction, head.tokens_of
-        self.hidden, self.logits = hidden, logits
+        self.hidden, self.logits, self.largest = hidden, logits, largest
 
     def begin(self) -> torch.Tensor:
         """The state [B, 1, R] before the roots."""
@@ -71,7 +77,7 @@ class Block:
         code, state = ((weights * table).sum(dim=1, keepdim=True) for table in (codes, states))
         logits = self.logits_after(depth, code)[:, 0]
         most = CANDIDATES if draws is None else DRAFT_SUPPORT
-        best, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
+        best, places, _ = self.largest(logits, most)
         if draws is not None:
             ids = self.tokens_of(places)
             best, order = draws.best(0, best, ids, min(CANDIDATES, ids.shape[-1]))

@@ -1,7 +1,7 @@
 """Drafting with a block-parallel head: its context, its pass, and the trees of its candidates."""
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from drafthead.heads.families.parallel.candidates import (
 )
 from drafthead.heads.families.parallel.head import ParallelHead
 from drafthead.heads.growing import dynamic
-from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
@@ -137,9 +137,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """Hidden states [B, K, D] of the block after the roots, and its logits [B, K, Vd]."""
         transformer = self.head.transformer
         cached = view.opened()
-        stores: list[Store] = [
-            partial(cached.append, layer) for layer in range(len(transformer.layers))
-        ]
+        stores: list[Store] = [cached.of_layer(n) for n in range(len(transformer.layers))]
         block = roots[:, None], before[:, None]  # one block a row
         hidden = transformer(self.target, *block, positions, mask, stores)[:, 0]
         return hidden, self.head.base_logits(hidden, self.target).float()
@@ -168,7 +166,9 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
             self.move(view.keys, view.values, view.room.columns.expand_as(positions), positions)
         before, lengths = at_last(fused, counts), view.lengths + counts
         after = view._replace(lengths=lengths, room=room)
-        mask = self.head.transformer.in_window(after.mask(inside)[:, 0], lengths[:, None])
+        mask = self.head.transformer.in_window(
+            after.mask(inside, self.visible_columns)[:, 0], lengths[:, None]
+        )
         hidden, logits = self.passing(roots, before, lengths[:, None], mask[:, None], after)
         tree = self.grown(roots, hidden, logits, slots, draws, growing)
         return Drafted(*tree, before, lengths)
@@ -193,11 +193,11 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         nodes = best_first_growth(
             roots, scorer, *growing, lambda depth, *rest: self.extend(*scorer.at(depth), *rest)
         )
-        return nodes.tables(slots, growing.levels)
+        return self.best_tree(nodes, slots, growing.levels)
 
     def _choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
         """`Block.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""
-        return Block(self.head, hidden, logits).choose(0, *rest)
+        return Block(self.head, hidden, logits, self.largest).choose(0, *rest)
 
     def _extend(self, hidden: torch.Tensor, *rest: Any) -> tuple[dynamic.Candidates, torch.Tensor]:
         """`extended` by what `Candidates.at` a depth gives, hidden [B, 1, D] first."""
@@ -215,7 +215,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """States [B, n, R] of inner nodes of a level, and the guesses of their children."""
         block = Block(self.head, hidden[:, None], logits[:, None])
         codes, states = block.codes(0, tokens, states[:, level.above])
-        return states, best_guesses(block.logits_after(0, codes), self.head.draft_ids)
+        return states, self.best_guesses(block.logits_after(0, codes))
 
     def growing(self, budget: Budget) -> Growing:
         """Return how far trees of a budget grow; compiled, few answers serve all budgets."""
@@ -240,6 +240,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         self.move = self.backend.replacement_of(move_columns)
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return ParallelSession(self, rows=len(lengths))
 
 

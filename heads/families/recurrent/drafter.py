@@ -193,6 +193,7 @@ class RecurrentDrafter(RecurrentPasses):
     on_device = True
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return RecurrentSession(self, rows=len(lengths))
 
 

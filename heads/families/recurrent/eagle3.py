@@ -20,10 +20,8 @@ from drafthead.heads.base import register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
-    GatedMlp,
     RMSNorm,
     Rotation,
-    SelfAttention,
     Store,
 )
 
@@ -81,23 +79,19 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({0, num_layers // 2, num_layers - 1}))
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DecoderLayer):
     """A decoder layer whose attention reads embedding and state side by side.
 
     So its projections are twice as wide, while the residual path carries the state alone.
     """
 
     def __init__(self, config: Eagle3Config):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        super().__init__(config, qk_norm=config.qk_norm, input_size=2 * size)
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(size, eps=eps)
-        self.hidden_norm = RMSNorm(size, eps=eps)
-        self.self_attn = SelfAttention(config, input_size=2 * size, qk_norm=config.qk_norm)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
-        self.mlp = GatedMlp(config)
+        self.hidden_norm = RMSNorm(size, eps=config.rms_norm_eps)
 
-    def forward(
+    def forward(  # type: ignore[override]  # reads two inputs
         self,
         embeds: torch.Tensor,  # [B, T, D]
         states: torch.Tensor,  # [B, T, D]
@@ -106,11 +100,15 @@ class Eagle3Layer(nn.Module):
         store: Store,
     ) -> torch.Tensor:
         """The new states [B, T, D]."""
+        return self.added(*self.inputs(embeds, states), rotation, mask, store)
+
+    def inputs(  # type: ignore[override]  # of two inputs
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [B, T, D], and embeddings and states side by side [B, T, 2D], after norms."""
         normed = self.hidden_norm(states)
         joined = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        hidden = normed if self.norm_before_residual else states
-        hidden = hidden + self.self_attn(joined, rotation, mask, store)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return normed if self.norm_before_residual else states, joined
 
 
 @register_head("eagle3", Eagle3Config)

@@ -19,7 +19,7 @@ from drafthead.core.target.masks import LayerKind
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining
 from drafthead.heads.families.by_depth import HeadByDepth
-from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotary, Rotation
+from drafthead.heads.layers.decoder_layer import LayerConfig, Rotary, Rotation, Store, StoreOf
 from drafthead.heads.layers.segments import seen_in_segments
 from drafthead.heads.objectives.anchors import is_anchor
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
@@ -54,6 +54,8 @@ class RecurrentHead(HeadByDepth):
 
     layers: nn.ModuleList
     embed_tokens: nn.Embedding | None  # the head's own, if it has any
+    # All layers by a kernel, of a head that runs ours; takes what `layer_inputs` returns first.
+    in_one_call: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -100,15 +102,17 @@ class RecurrentHead(HeadByDepth):
         states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store: LayerStore,
+        store_of: StoreOf,
     ) -> torch.Tensor:
-        """The outputs [B, T, D]; `store` takes the keys and values of each layer."""
+        """The outputs [B, T, D]; `store_of(index)` takes the keys and values of a layer."""
         if self.config.window:
             mask = LayerKind("sliding_attention", self.config.window).within_reach(mask)
-        hidden = self.layer_inputs(embeds, states)
+        inputs = self.layer_inputs(embeds, states)
+        if self.in_one_call is not None:
+            return self.in_one_call(inputs, rotation, mask, store_of)
         for index, layer in enumerate(self.layers):
-            hidden = (layer(*hidden, rotation, mask, partial(store, index)),)
-        return hidden[0]
+            inputs = (layer(*inputs, rotation, mask, store_of(index)),)
+        return inputs[0]
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """The states [..., D] of the next positions, from outputs [..., D]."""
@@ -209,7 +213,7 @@ class Unrolled:
             states,
             self.head.rotary(positions),
             self.seen[:, None],
-            self._keep,
+            self._keeping,
         )
 
     def _next(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -226,8 +230,12 @@ class Unrolled:
             states,
             self.head.rotary(positions),
             mask[:, None],
-            self._keep,
+            self._keeping,
         )
+
+    def _keeping(self, layer: int) -> Store:
+        """`_keep` of a layer."""
+        return partial(self._keep, layer)
 
     def _keep(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor

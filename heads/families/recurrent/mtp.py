@@ -18,7 +18,7 @@ from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
 from drafthead.heads.families.recurrent.head import RecurrentConfig, RecurrentHead
-from drafthead.heads.layers.decoder_layer import LayerConfig, LayerStore, Rotation
+from drafthead.heads.layers.decoder_layer import LayerConfig, Rotation, StoreOf
 from drafthead.heads.layers.own_layer import OwnLayer, OwnRotary, model_of_one_layer, mtp_layer_of
 
 
@@ -74,9 +74,9 @@ class MtpHead(RecurrentHead):
         states: torch.Tensor,  # [B, T, D]
         rotation: Rotation,
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store: LayerStore,
+        store_of: StoreOf,
     ) -> torch.Tensor:
-        return self.norm(super().run_layers(embeds, states, rotation, mask, store))
+        return self.norm(super().run_layers(embeds, states, rotation, mask, store_of))
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         return target.project(outputs)

@@ -30,9 +30,10 @@ from drafthead.heads.growing.dynamic import (
     Candidates,
     TreeGrowth,
     num_opened,
-    seen_after_opening,
+    open_level,
+    with_children,
 )
-from drafthead.heads.growing.levels import Level, best_guesses
+from drafthead.heads.growing.levels import Level
 
 # Children of a node, and nodes of a level that get children, in a dynamic tree (EAGLE-2's k).
 DYNAMIC_WIDTH = 10
@@ -128,10 +129,13 @@ class Grown(NamedTuple):
 class RecurrentPasses(HeadDrafter[RecurrentHead]):
     """A recurrent head with its passes, which sessions call."""
 
+    with_kernels = (*HeadDrafter.with_kernels, "open_level", "with_children")
+
     def __init__(self, head: RecurrentHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the head drafts."""
         sizes = SIZES_ON_GPU if target.device.type == "cuda" else DYNAMIC_SIZES
         super().__init__(head, target, shape, dynamic_budgets(head.depth, sizes))
+        self.open_level, self.with_children = open_level, with_children
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.read_prompt = self.read
@@ -146,7 +150,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
     @property
     def width(self) -> int:
         """Children of a node in a dynamic tree."""
-        return min(DYNAMIC_WIDTH, self.head.num_guesses)
+        return min(DYNAMIC_WIDTH, self.num_guesses)
 
     def read_eagerly(
         self,
@@ -166,7 +170,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         if are_last:
             mask = causal_lower_right(len(steps), len(view.room.seen))
         else:
-            mask = view.mask((steps[:, None] >= steps)[None])
+            mask = view.mask((steps[:, None] >= steps)[None], self.visible_columns)
         states = self.head.encode(Features(last, taps))
         embeds = self.head.embed(tokens, self.target)
         positions = view.lengths[:, None] + steps
@@ -196,13 +200,12 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
     ) -> torch.Tensor:
         """Outputs [B, T, D]."""
         rotation = self.head.rotary(positions)
-        return self.head.run_layers(embeds, states, rotation, mask, cached.append)
+        return self.head.run_layers(embeds, states, rotation, mask, cached.of_layer)
 
     def _guess(self, outputs: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guess:
         """The `count` best guesses from outputs [B, n, D]."""
-        logits = self.head.logits(outputs, self.target).float()
-        total = logits.logsumexp(-1, keepdim=True)
-        return Guess(outputs, *best_guesses(logits, self.head.draft_ids, count), total)
+        best, places, total = self.largest(self.head.logits(outputs, self.target), count)
+        return Guess(outputs, best, self.head.tokens_of(places), total)
 
     def _start_growth(
         self,
@@ -230,21 +233,20 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         One call, as the pass of the target has just flushed the CPU caches, which each call pays
         for.
         """
-        growth = TreeGrowth.resumed(candidates, self.width)
-        tokens, above = growth.open_best(slots)
-        inside = seen_after_opening(visible, above, slots)
-        mask = view.mask(inside)
-        parents = outputs.gather(1, above[..., None].expand(-1, -1, outputs.shape[2]))
+        opened, tokens, parents, inside = self.open_level(
+            candidates, outputs, visible, slots, self.width
+        )
+        mask = view.mask(inside, self.visible_columns)
         positions = places[:, None].expand_as(tokens)
         # Where nothing is drawn, no others than the children are looked at.
         count = self.width if draws is None else DRAFT_SUPPORT
         guess = self._draft(parents, tokens, positions, mask, view, count)
-        growth.add_children(*guess.best(self.width, 0, draws))
-        return Grown(*growth.candidates(), guess.outputs, inside, places + 1)
+        grown = self.with_children(candidates, opened, *guess.best(self.width, 0, draws))
+        return Grown(*grown, guess.outputs, inside, places + 1)
 
     def _finish(self, candidates: Candidates, slots: torch.Tensor) -> TreeTables:
         """The trees of N nodes, for `slots` [N], the numbers from 0."""
-        return candidates.tables(slots, self.head.depth)
+        return self.best_tree(candidates, slots, self.head.depth)
 
     def opened(self, budget: Budget) -> list[int]:
         """How many nodes get children at depth 1, 2, ... of a dynamic tree within a budget."""

@@ -15,7 +15,7 @@ from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.sequential.head import SequentialHead
-from drafthead.heads.growing.levels import Guesses, Level, best_guesses, filled_tree
+from drafthead.heads.growing.levels import Guesses, Level, filled_tree
 from drafthead.heads.layers.cache import DraftCache
 
 READING: dict[str, Spec] = {
@@ -55,7 +55,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         `states` [B, n, S] are those of their parents, `tokens` [B, n] their own tokens.
         """
         states = self.head.advance(states, tokens, index, self.target)
-        return states, *best_guesses(self.head.token_logits(index, states, self.target))
+        return states, *self.best_guesses(self.head.token_logits(index, states, self.target))
 
     def compile(self, target: Target | None = None) -> None:
         self.prepare(target)
@@ -66,6 +66,7 @@ class SequentialDrafter(HeadDrafter[SequentialHead]):
         ]
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        self.follow_weights()
         return SequentialSession(self, rows=len(lengths))
 
 

@@ -4,7 +4,6 @@ Head k reads the target's hidden state and the embeddings of the root and of the
 drafted after it. Hydra++ puts a decoder layer, the prefix layer, between target and heads.
 """
 
-from functools import partial
 from typing import Annotated, Any, cast
 
 import torch
@@ -103,7 +102,7 @@ class PrefixLayer(nn.Module):
     ) -> torch.Tensor:
         """Outputs [B, T, D] at newly committed positions, whose keys and values are stored."""
         rotation = self.rotary(positions)
-        return self.norm(self.layer(hidden, rotation, mask, partial(cached.append, 0)))
+        return self.norm(self.layer(hidden, rotation, mask, cached.of_layer(0)))
 
 
 @register_head("hydra", HydraConfig)

@@ -16,8 +16,9 @@ from drafthead.backends import fingerprint
 from drafthead.backends.compiled import Compiled, Made, tell_of_each_process, with_own_code
 from drafthead.backends.cpu.graph_record import GraphRecord
 from drafthead.backends.cpu.recipes import UndescribedError
-from drafthead.backends.cpu.substitutions import CpuKernels
+from drafthead.backends.cpu.substitutions import ATTENTION
 from drafthead.backends.fingerprint import OURS
+from drafthead.core.substitution import Substituting
 from drafthead.infer import Decoder
 from drafthead.infer.engine.step import StepFunction
 
@@ -195,7 +196,7 @@ def test_a_key_depends_on_every_file_whose_code_is_traced(
 
         assert key is not None
         code = torch.compile(with_own_code(self.function), fullgraph=True, backend=backend)
-        with self.around, CpuKernels(False, False):
+        with self.around, Substituting(ATTENTION):
             return Made(self.function, code(*arguments))
 
     monkeypatch.setattr(fingerprint, "sources", noted)

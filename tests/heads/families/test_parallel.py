@@ -25,6 +25,7 @@ from drafthead.heads.families.parallel.candidates import (
 from drafthead.heads.families.parallel.drafter import Growing, ParallelSession
 from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel.transformer import spread_taps
+from drafthead.heads.growing.dynamic import best_tree
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import overlap
@@ -266,7 +267,7 @@ def exact(budget: Budget) -> Growing:
 def grown(roots: torch.Tensor, scorer, growing: Growing, nodes: int) -> TokenTree:
     width = scorer.candidates.shape[-1]
     slots = torch.arange(min(nodes, num_candidates(width, *growing)))
-    tables = best_first_growth(roots, scorer, *growing).tables(slots, growing.levels)
+    tables = best_tree(best_first_growth(roots, scorer, *growing), slots, growing.levels)
     return tables.tree(growing.levels, width)
 
 

@@ -42,7 +42,7 @@ def outputs_at_all(head: Eagle3Head, target: Target, taps: Features, ids: torch.
     rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
     cached = cache.view(count).opened()
     embeds = head.embed(ids, target)
-    return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.append)
+    return head.run_layers(embeds, head.encode(taps), rotation, causal, cached.of_layer)
 
 
 def all_positions(ids: torch.Tensor, taps: Features) -> Committed:

@@ -122,7 +122,7 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     rotation, cache = head.rotary(torch.arange(count)[None]), DraftCache(head.layers, len(ids))
     cached = cache.view(count).opened()
     embeds = head.embed(ids, target)
-    everywhere = head.run_layers(embeds, features, rotation, causal, cached.append)
+    everywhere = head.run_layers(embeds, features, rotation, causal, cached.of_layer)
     found = {
         "expected_out_full": everywhere,
         "expected_logits_full": head.logits(everywhere, target),

@@ -3,6 +3,11 @@
 #include "attention_rows.h"
 #include <cstring>
 
+// A query's result depends on the columns that it sees and on their order, bit by bit: not on other
+// queries, and not on where the columns lie. Values are added one column after the other, where one
+// of weight 0 changes nothing, and a weight's partial sum is chosen by its place among those that are
+// seen. So a node of a tree gets what it gets in plain decoding. As in torch's kernel, weights are
+// rounded to bfloat16 before they are multiplied; with AVX2 they stay in float32.
 namespace {
 // From one row, head and token or key to the next; the values of one are side by side.
 struct Steps { int64_t b, h, t; };

@@ -2,6 +2,9 @@
 #define DRAFTHEAD_LINEAR
 #include "products.h"
 
+// Decoding multiplies each weight with one row, or one row a tree node, so a pass is as fast as
+// weights come from memory. Every row is summed in the same order whatever the number of rows: its
+// product has the same bits in a pass over one token as in a pass over a tree.
 namespace {
 // out [rows, size] = x [rows, inner] weight^T + bias
 template <bool IN_BYTES>

@@ -9,7 +9,9 @@
 
 #include "attention.h"
 #include "draw.h"
-#include "library.h"
+#include "gated_mlp.h"
+#include "growth.h"
+#include "linear.h"
 #include "move_columns.h"
 #include "norm.h"
 #include "top_k.h"
@@ -52,6 +54,17 @@ void with_head_size(int64_t size, const F& f) {
     } else {
         with_head_size<D + 32>(size, f);
     }
+}
+
+// What is added to scores for a mask [...] that is bool, true where keys are visible; or the mask.
+Tensor added(const Tensor& mask) {
+    if (mask.scalar_type() != at::kBool) return mask;
+    const Tensor seen = mask.contiguous();
+    Tensor out = at::empty(seen.sizes(), seen.options().dtype(at::kBFloat16));
+    const bool* from = seen.const_data_ptr<bool>();
+    const BFloat16 shown(0.0f), hidden = std::numeric_limits<BFloat16>::lowest();
+    for (int64_t i = 0; i < seen.numel(); ++i) written(out)[i] = from[i] ? shown : hidden;
+    return out;
 }
 
 // Mask [B or 1, H or 1, T, S]
@@ -101,7 +114,7 @@ Tensor attend_op(const Tensor& query, const Tensor& key, const Tensor& value, co
     const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), size = q.size(3);
     Tensor out = at::empty({batch, tokens, heads, size}, q.options());
     attend_all(read(q), {q.stride(0), q.stride(1), q.stride(2)}, close(key), close(value),
-               close(mask), written(out), batch, heads, tokens, key.size(2), scale);
+               close(added(mask)), written(out), batch, heads, tokens, key.size(2), scale);
     return out.transpose(1, 2);
 }
 
@@ -149,9 +162,10 @@ struct Pass {
     double eps, scale;
 };
 
-// Of a decoder layer: x [B, T, D] to out, which may be x, by way of `memory`.
-void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const Tensor& keys,
-               const Tensor& values, BFloat16* out, Tensor& memory) {
+// Of a decoder layer: x [B, T, D] to out, which may be x, by way of `memory`. Its attention reads
+// `given` [B, T, K], or the norm of x.
+void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const Tensor* given,
+               const Tensor& keys, const Tensor& values, BFloat16* out, Tensor& memory) {
     const int64_t tokens = pass.tokens, width = pass.width, rows = pass.batch * tokens;
     const int64_t size = keys.size(3), groups = keys.size(1), across = w.qkv.size(0) * 32;
     const int64_t heads = across / size - 2 * groups, mixed = heads * size;
@@ -162,10 +176,11 @@ void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const
     BFloat16 *attended = states + rows * across, *between = attended + rows * most;
     const bool shared = rows * width > SHARED;
     #pragma omp parallel for num_threads(threads()) if (shared)
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < (given ? 0 : rows); ++r) {
         rms_norm(x + r * width, read(w.norm), normed + r * width, width, pass.eps, false);
     }
-    multiply_rows(normed, w.qkv, read_if_any(w.qkv_bias), states, rows, width, across);
+    multiply_rows(given ? read(*given) : normed, w.qkv, read_if_any(w.qkv_bias), states, rows,
+                  given ? given->size(-1) : width, across);
     const int64_t* column = pass.columns.const_data_ptr<int64_t>();
     const int64_t turns = pass.cos.size(0) == 1 ? 0 : tokens;  // rows may share their positions
     #pragma omp parallel for num_threads(threads()) if (shared)
@@ -206,28 +221,138 @@ void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const
 // The output [B, T, D] of decoder layers that follow each other, see `operations.py`.
 Tensor decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin,
                          const Tensor& mask, TensorList keys, TensorList values,
-                         const Tensor& columns, TensorList weights, double eps, double scale) {
-    const Tensor first = hidden.contiguous();
-    const Pass pass{cos, sin, mask, columns, first.size(0), first.size(1), first.size(2), eps, scale};
+                         const Tensor& columns, TensorList weights, double eps, double scale,
+                         const std::optional<Tensor>& given) {
+    const Tensor first = hidden.contiguous(), seen = added(mask);
+    const Tensor read_first = given ? given->contiguous() : first;
+    const Pass pass{cos, sin, seen, columns, first.size(0), first.size(1), first.size(2), eps, scale};
     Tensor out = at::empty_like(first), memory = at::empty({0}, first.options());
     const BFloat16* x = read(first);
     for (size_t layer = 0; layer < keys.size(); ++layer) {
         const LayerWeights its(weights.data() + layer * WEIGHTS);
-        run_layer(pass, its, x, keys[layer], values[layer], written(out), memory);
+        run_layer(pass, its, x, given && layer == 0 ? &read_first : nullptr, keys[layer],
+                  values[layer], written(out), memory);
         x = read(out);
     }
     return out;
 }
 
-Tensor top_op(const Tensor& x, int64_t count) {
+std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
     const Tensor rows = x.contiguous();
+    count = std::min(count, rows.size(-1));
     auto sizes = rows.sizes().vec();
     sizes.back() = count;
-    Tensor places = at::empty(sizes, x.options().dtype(at::kLong));
-    TORCH_CHECK(count <= MOST && count <= rows.size(-1));
-    top<MOST>(rows.const_data_ptr<float>(), rows_of(rows), rows.size(-1),
-              places.mutable_data_ptr<int64_t>(), count, threads());
-    return places;
+    const auto numbers = x.options().dtype(at::kFloat);
+    Tensor values = at::empty(sizes, numbers), places = at::empty(sizes, x.options().dtype(at::kLong));
+    sizes.back() = 1;
+    Tensor totals = at::empty(sizes, numbers);
+    TORCH_CHECK(count <= MOST);
+    auto find = [&](const auto* from) {
+        largest<MOST>(from, rows_of(rows), rows.size(-1), values.mutable_data_ptr<float>(),
+                      places.mutable_data_ptr<int64_t>(), totals.mutable_data_ptr<float>(), count,
+                      threads());
+    };
+    if (rows.scalar_type() == at::kFloat) {
+        find(rows.const_data_ptr<float>());
+    } else {
+        find(read(rows));
+    }
+    return {values, places, totals};
+}
+
+template <typename T>
+const T* numbers(const Tensor& x) { return x.const_data_ptr<T>(); }
+template <typename T>
+T* to(const Tensor& x) { return x.mutable_data_ptr<T>(); }
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> open_level_op(
+    const Tensor& scores, const Tensor& tokens, const Tensor& opened, const Tensor& outputs,
+    const std::optional<Tensor>& visible, int64_t count, int64_t width) {
+    const Tensor all = scores.contiguous(), their = tokens.contiguous(), above = outputs.contiguous();
+    const Tensor sees = visible ? visible->contiguous() : at::empty({0}, at::kBool);
+    const int64_t rows = all.size(0), size = all.size(1), open = opened.size(1);
+    const int64_t before = visible ? sees.size(2) : 0, after = before + count;
+    const int64_t bytes = above.size(2) * above.element_size(), earlier = size - open * width;
+    TORCH_CHECK(0 <= earlier && count <= open * width);
+    Tensor best = at::empty({rows, count}, their.options()), named = at::empty_like(best);
+    Tensor inputs = at::empty({rows, count, above.size(2)}, above.options());
+    Tensor inside = at::empty({rows, count, after}, sees.options());
+    for (int64_t i = 0; i < rows * count; ++i) {
+        const int64_t r = i / count, n = i % count;
+        static thread_local std::vector<int64_t> order;
+        if (n == 0) order = best_of(numbers<float>(all) + r * size + earlier, open * width, count);
+        const int64_t number = earlier + order[n], parent = r * open + order[n] / width;
+        to<int64_t>(best)[i] = number;
+        to<int64_t>(named)[i] = numbers<int64_t>(their)[r * size + number];
+        std::memcpy((char*)inputs.mutable_data_ptr() + i * bytes,
+                    (const char*)above.const_data_ptr() + parent * bytes, bytes);
+        bool* row = to<bool>(inside) + i * after;
+        std::copy_n(numbers<bool>(sees) + parent * before, before, row);
+        std::fill_n(row + before, count, false);
+        row[before + n] = true;
+    }
+    return {best, named, inputs, inside};
+}
+
+std::tuple<Tensor, Tensor, Tensor> with_children_op(
+    const Tensor& scores, const Tensor& tokens, const Tensor& parents, const Tensor& opened,
+    const Tensor& log_probs, const Tensor& ids) {
+    const Tensor logs = log_probs.contiguous(), named = ids.contiguous(), open = opened.contiguous();
+    const Tensor was[] = {scores.contiguous(), tokens.contiguous(), parents.contiguous()};
+    const int64_t rows = scores.size(0), size = scores.size(1), count = open.size(1);
+    const int64_t width = logs.size(2), all = size + count * width;
+    Tensor made[] = {at::empty({rows, all}, scores.options()), at::empty({rows, all}, tokens.options()),
+                     at::empty({rows, all}, tokens.options())};
+    for (int64_t r = 0; r < rows; ++r) {
+        std::copy_n(numbers<float>(was[0]) + r * size, size, to<float>(made[0]) + r * all);
+        for (int i : {1, 2}) {
+            std::copy_n(numbers<int64_t>(was[i]) + r * size, size, to<int64_t>(made[i]) + r * all);
+        }
+        for (int64_t n = 0; n < count * width; ++n) {
+            const int64_t from = r * count * width + n, at = r * all + size + n;
+            const int64_t parent = numbers<int64_t>(open)[r * count + n / width];
+            to<float>(made[0])[at] = to<float>(made[0])[r * all + parent] +
+                                     as_value(numbers<float>(logs)[from]);
+            to<int64_t>(made[1])[at] = numbers<int64_t>(named)[from];
+            to<int64_t>(made[2])[at] = parent;
+        }
+    }
+    return {made[0], made[1], made[2]};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> best_tree_op(
+    const Tensor& scores, const Tensor& tokens, const Tensor& parents, int64_t nodes) {
+    const Tensor all = scores.contiguous(), their = tokens.contiguous(), above = parents.contiguous();
+    const int64_t rows = all.size(0), size = all.size(1);
+    TORCH_CHECK(nodes <= size);
+    Tensor named = at::empty({rows, nodes}, their.options()), hung = at::empty_like(named);
+    Tensor depths = at::empty_like(named), values = at::empty({rows, nodes}, all.options());
+    Tensor ancestors = at::empty({rows, nodes, nodes}, their.options().dtype(at::kBool));
+    for (int64_t r = 0; r < rows; ++r) {
+        best_tree(numbers<float>(all) + r * size, numbers<int64_t>(their) + r * size,
+                  numbers<int64_t>(above) + r * size, size, nodes, to<int64_t>(named) + r * nodes,
+                  to<int64_t>(hung) + r * nodes, to<int64_t>(depths) + r * nodes,
+                  to<bool>(ancestors) + r * nodes * nodes, to<float>(values) + r * nodes);
+    }
+    return {named, hung, depths, ancestors, values};
+}
+
+Tensor visible_columns_op(const Tensor& visible, const Tensor& lengths, int64_t columns,
+                          int64_t first) {
+    const Tensor sees = visible.contiguous(), committed = lengths.contiguous();
+    const int64_t rows = committed.size(0), nodes = sees.size(1), among = sees.size(2);
+    const int64_t shared = sees.size(0) == 1 ? 0 : nodes, end = std::min(first + among, columns);
+    Tensor mask = at::empty({rows, 1, nodes, columns}, sees.options());
+    for (int64_t i = 0; i < rows * nodes; ++i) {
+        const int64_t r = i / nodes, own = std::min(numbers<int64_t>(committed)[r], columns);
+        bool* row = to<bool>(mask) + i * columns;
+        std::fill_n(row, columns, false);
+        if (first < end) {
+            std::copy_n(numbers<bool>(sees) + (r * shared + i % nodes) * among, end - first, row + first);
+        }
+        std::fill_n(row, own, true);
+    }
+    return mask;
 }
 
 template <typename logit_t>
@@ -273,7 +398,11 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
-    m.impl("top", TORCH_FN(top_op));
+    m.impl("largest", TORCH_FN(largest_op));
+    m.impl("open_level", TORCH_FN(open_level_op));
+    m.impl("with_children", TORCH_FN(with_children_op));
+    m.impl("best_tree", TORCH_FN(best_tree_op));
+    m.impl("visible_columns", TORCH_FN(visible_columns_op));
     m.impl("draw", TORCH_FN(draw_op));
     m.impl("move_columns", TORCH_FN(move_columns_op));
 }

@@ -1,6 +1,8 @@
 #ifndef DRAFTHEAD_TOP_K
 #define DRAFTHEAD_TOP_K
 #include "numbers.h"
+#include <cmath>
+#include <vector>
 
 namespace {
 // places [rows, count] of the largest of each row of x [rows, size], for up to MOST of them
@@ -30,6 +32,32 @@ void top(const float* x, int64_t rows, int64_t size, int64_t* places, int64_t co
                 if (row[place] > values[count - 1]) insert(count - 1, place);
             }
         }
+    }
+}
+
+// The same with their values, and of each row the logarithm of the sum of exp over all of it.
+template <int MOST, typename number_t>
+void largest(const number_t* x, int64_t rows, int64_t size, float* values, int64_t* places,
+             float* totals, int64_t count, int threads) {
+    using Vec = at::vec::Vectorized<float>;
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+        static thread_local std::vector<float> row;
+        row.resize((size + LANES - 1) / LANES * LANES);
+        std::copy_n(x + r * size, size, row.begin());
+        std::fill(row.begin() + size, row.end(), -std::numeric_limits<float>::infinity());
+        top<MOST>(row.data(), 1, size, places + r * count, count, 1);
+        for (int64_t i = 0; i < count; ++i) values[r * count + i] = row[places[r * count + i]];
+        const float most = values[r * count];
+        Vec sum(0);
+        for (size_t i = 0; i < row.size(); i += LANES) {
+            sum = sum + (Vec::loadu(row.data() + i) - Vec(most)).exp_u20();
+        }
+        alignas(64) float sums[LANES];
+        sum.store(sums);
+        float total = 0;
+        for (float one : sums) total += one;
+        totals[r] = most + std::log(total);
     }
 }
 }  // namespace

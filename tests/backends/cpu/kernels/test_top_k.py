@@ -1,23 +1,28 @@
-"""The few largest of many numbers: torch's own choice, in the order of the places."""
+"""The few largest of many logits: torch's own choice, in the order of the places."""
 
 import pytest
 import torch
 
 from drafthead.backends.cpu.kernels import library
+from drafthead.core import sampling
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 5), (8, 4096), (64, 101)])
-def test_places_are_those_of_a_stable_sort(count, size) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "size"), [(1, 5), (8, 4096), (64, 101), (64, 40)])
+def test_places_are_those_of_a_stable_sort(count, size, dtype) -> None:
     torch.manual_seed(count)
     for rows in (1, 2, 5):
-        x = torch.randn(rows, 3, size).bfloat16().float()  # rounded, so that many are equal
-        expected = x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-        assert torch.equal(torch.ops.drafthead.top(x, count), expected)
+        x = torch.randn(rows, 3, size).bfloat16().to(dtype)  # rounded, so that many are equal
+        values, places, total = torch.ops.drafthead.largest(x, count)
+        expected = x.float().sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(places, expected.indices[..., :count])
+        best, _, its_total = sampling.largest(x, count)
+        assert torch.equal(values, best) and torch.allclose(total, its_total, atol=1e-5)
 
 
 def test_places_differ_even_where_most_numbers_are_minus_infinity() -> None:
     x = torch.full((1, 1, 40), -torch.inf)
     x[..., 33] = 1.0
-    assert torch.ops.drafthead.top(x, 4).flatten().tolist() == [33, 0, 1, 2]
+    assert torch.ops.drafthead.largest(x, 4)[1].flatten().tolist() == [33, 0, 1, 2]

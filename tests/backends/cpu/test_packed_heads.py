@@ -1,0 +1,124 @@
+"""Draft heads by our kernels: what torch's modules guess, from the weights as they are."""
+
+import pytest
+import torch
+from tiny import random_prompts
+from wide import model_of
+
+from drafthead.backends.cpu import packed_target
+from drafthead.backends.cpu.kernels import library
+from drafthead.backends.cpu.packed_heads import PackedAdding, packed_head
+from drafthead.backends.cpu.packed_modules import PackedLinear
+from drafthead.backends.cpu.substitutions import replacement_of
+from drafthead.core.kv_cache.column_cache import visible_columns
+from drafthead.core.target.target import Target
+from drafthead.heads.families.head_drafter import HeadDrafter, drafter_for
+from drafthead.heads.growing import dynamic
+from drafthead.infer.decoder import decoder_for
+
+pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
+# Rounding to bfloat16 in another order, and weights of seven bits: shares of the logits' size.
+ROUNDING, IN_BYTES = 0.02, 0.06
+OTHER_FORMS = {  # of families that have several
+    "eagle": [{"num_layers": 2}],
+    "eagle3": [{"num_layers": 2, "qk_norm": True}, {"norm_before_residual": True, "window": 6}],
+    "hydra": [{"prefix_layer": False}],
+    "medusa": [{"output": "shared"}],
+    "parallel": [{"correction": "gated", "draft_vocab_size": 32}],
+}
+
+
+@pytest.fixture(scope="module")
+def wide() -> Target:
+    """A target whose layers are one call each."""
+    return Target(model_of("llama"))
+
+
+def logits_of(drafter: HeadDrafter, target: Target, kernels: bool) -> list[torch.Tensor]:
+    """All logits that an answer is drafted by, of trees of one form."""
+    found, decoder = [], decoder_for(target, drafter, 4, None if kernels else False)
+    inner = drafter.largest
+
+    def watched(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        """Note what is asked."""
+        found.append(logits.float())
+        return inner(logits, count)
+
+    drafter.largest = watched
+    decoder.generate(random_prompts(1)[0], max_new_tokens=3)
+    return found
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_kernels_guess_what_torch_guesses(family, in_bytes, wide, make_head, monkeypatch) -> None:
+    """Heads of all families and forms that read their weights packed, in bfloat16 or in bytes."""
+    monkeypatch.setattr(packed_target, "packed_head", lambda head: packed_head(head, in_bytes))
+    for form in [{}, *OTHER_FORMS.get(family, [])]:
+        head = make_head(family, wide, **form).to(torch.bfloat16)
+        both = []
+        for kernels in (False, True):
+            drafter = drafter_for(head, wide)
+            both.append(logits_of(drafter, wide, kernels))
+            packs = any(isinstance(part, PackedLinear) for part in drafter.head.modules())
+            assert packs == (kernels and family != "mtp"), form
+        depths = min(logits[0].shape[1] for logits in both)  # Medusa may ask all heads
+        expected, found = (logits[0][:, :depths] for logits in both)
+        share = float((found - expected).norm() / expected.norm())
+        assert share < (IN_BYTES if in_bytes else ROUNDING), (form, share)
+
+
+def test_layers_are_one_call(wide, make_head) -> None:
+    """All of a recurrent head, and each of another head's."""
+    for name in ("eagle", "eagle3"):
+        head = make_head(name, wide, num_layers=2).to(torch.bfloat16)
+        assert packed_head(head).in_one_call is not None and head.in_one_call is None
+    for name in ("hydra", "parallel"):
+        packed = packed_head(make_head(name, wide).to(torch.bfloat16))
+        layers = [part for part in packed.modules() if hasattr(part, "added")]
+        assert layers and all(isinstance(layer.added, PackedAdding) for layer in layers)
+
+
+def test_weights_of_a_head_that_change_are_packed_again(wide, make_head) -> None:
+    head = make_head("eagle3", wide).to(torch.bfloat16)
+    drafter = drafter_for(head, wide)
+    before = logits_of(drafter, wide, True)
+    with torch.no_grad():
+        head.lm_head.weight.mul_(-1)
+    after = logits_of(drafter, wide, True)
+    assert torch.allclose(before[0], -after[0], atol=0.05 * float(before[0].abs().max()))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_trees_grow_as_torchs_operations_grow_them(rows) -> None:
+    """Equal scores, paths of no chance, and damaged drafts, whose probabilities are NaN."""
+    torch.manual_seed(rows)
+    ours = [replacement_of(f) for f in (dynamic.open_level, dynamic.with_children)]
+    theirs = [dynamic.open_level, dynamic.with_children]
+    growth = dynamic.TreeGrowth(torch.arange(rows))
+    growth.add_children(-torch.rand(rows, 1, 4), torch.randint(50, (rows, 1, 4)))
+    nodes, width, visible = growth.candidates(), 4, None
+    outputs = torch.randn(rows, 1, 32).bfloat16()
+    for count in (3, 5, 2):
+        given = nodes, outputs, visible, torch.arange(count), width
+        found, expected = ours[0](*given), theirs[0](*given)
+        assert all(map(torch.equal, found, expected))
+        log_probs = -torch.randint(3, (rows, count, width)) / 2
+        log_probs[0, 0, :3] = torch.tensor([torch.nan, -torch.inf, 0.5])
+        given = nodes, found.numbers, log_probs, torch.randint(50, (rows, count, width))
+        nodes, expected = ours[1](*given), theirs[1](*given)
+        assert all(map(torch.equal, nodes, expected))
+        outputs, visible = torch.randn(rows, count, 32).bfloat16(), found.visible
+    choose = replacement_of(dynamic.best_tree)
+    for size in (2, 9, nodes.scores.shape[1]):
+        given = nodes, torch.arange(size), 4
+        assert all(map(torch.equal, choose(*given), dynamic.best_tree(*given)))
+
+
+def test_masks_are_those_of_torchs_operations() -> None:
+    kernel = replacement_of(visible_columns)
+    for rows, shared in ((1, True), (3, True), (3, False)):
+        visible = torch.rand(1 if shared else rows, 4, 6) > 0.5
+        lengths, seen = torch.tensor([5, 0, 3])[:rows], torch.arange(12)
+        for first in (5, torch.tensor(5), 8):  # the last node's columns may be after those in use
+            expected = visible_columns(visible, lengths, seen, first)
+            assert torch.equal(kernel(visible, lengths, seen, first), expected)
