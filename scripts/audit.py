@@ -48,9 +48,8 @@ def main(
     loaded here to check the server's answers: greedy tokens must be the model's own choice, up to
     ties from rounding; short samples must follow its distribution; log-probabilities and the chat
     template must be the same. With --head, the drafts that the server accepts at each position are
-    compared with decoding here. Nobody else should use the server meanwhile.
-
-    If a check fails, a likely cause is named and the exit status is 1.
+    compared with decoding here. Nobody else should use the server meanwhile. If a check fails, a
+    likely cause is named and the exit status is 1.
     """
     import json
 
@@ -71,12 +70,9 @@ def main(
     print_table(findings_table(findings, f"{len(findings)} checks, faults: {len(faults)}"))
     print(f"FAIL: {', '.join(faults)}" if faults else f"PASS: {url} serves {model.target}")
     if output is not None:
-        record = describe_run(model.target, target) | {
-            "server": url,
-            "head": head,
-            "findings": {name: asdict(found) for name, found in findings.items()},
-        }
-        write_text(output, json.dumps(record, indent=2) + "\n")
+        of_all = {name: asdict(found) for name, found in findings.items()}
+        record = {"server": url, "head": head, "findings": of_all}
+        write_text(output, json.dumps(describe_run(model.target, target) | record, indent=2) + "\n")
     raise typer.Exit(bool(faults))
 
 

@@ -15,6 +15,89 @@ if TYPE_CHECKING:
     from drafthead.lab.building.folder import Choices
 
 
+@options.settings(kw_only=True)
+class Built:
+    """What a build makes, and from what."""
+
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts like those of your users: a file, folder or data set. Repeatable. "
+            "Without it, the model invents prompts."
+        ),
+    ] = None
+    family: Annotated[
+        str,
+        typer.Option(
+            help=f"Kind of head: {options.FAMILIES}. vLLM, SGLang and llama.cpp can all read "
+            "eagle3-portable."
+        ),
+    ] = "eagle3"
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Start from this head of the same --family, such as that of the model that yours "
+            "is fine-tuned from: a folder, OWNER/NAME on the hub, or smollm2-eagle3."
+        ),
+    ] = None
+    max_new_tokens: MaxNewTokens = 192
+    seed: Annotated[
+        int, typer.Option(help="Random seed for invented prompts and for the held-out split.")
+    ] = 0
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            help="For GPUs: compile layers, which takes minutes. By default on from a budget of "
+            "10 minutes where there is a GPU."
+        ),
+    ] = None
+
+    def choices(self, model: options.Model, minutes: float) -> "Choices":
+        """The choices that a build's folder records."""
+        import torch
+
+        from drafthead.lab.building.folder import Choices
+
+        compiles = self.compile
+        if compiles is None and minutes >= 10 and torch.cuda.is_available():
+            compiles = True
+        return Choices(
+            model.target, model.dtype, model.device, tuple(self.prompts or ()),
+            self.max_new_tokens, self.seed, self.family, minutes, compiles, self.init_from,
+        )  # fmt: skip
+
+
+@options.settings(kw_only=True)
+class Continued:
+    """What an existing build goes on with."""
+
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            "--continue",
+            help="A build, or a head: tune it and its table on the answers of --data, and race old "
+            "against new.",
+        ),
+    ] = None
+    data: Annotated[
+        Path | None, typer.Option(help="Answers that serve --record has kept, for --continue.")
+    ] = None
+
+    def tunes(self) -> bool:
+        """Whether drafts are tuned; raises UserError where half of what that takes is given."""
+        if (self.before is None) != (self.data is None):
+            raise UserError("--continue FOLDER and --data FILE go together")
+        return self.before is not None
+
+    def run(self, model: options.Model, output: Path | None, minutes: float, built: Built) -> None:
+        """Tune the build's drafts, into a folder beside it unless another is given."""
+        from drafthead.scripts.tuning import Tuning
+
+        assert self.before is not None and self.data is not None  # see `tunes`
+        new = output or self.before.with_name(f"{self.before.name}-tuned")
+        Tuning(model, self.before, self.data, new, minutes, built.compile, built.seed).run()
+
+
 def main(
     *,
     model: options.Model,
@@ -29,49 +112,8 @@ def main(
         float | None, typer.Option(help="Time budget in hours. You must give --hours or --minutes.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Time budget in minutes.")] = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Prompts like those of your users: a file, folder or data set. Repeatable. "
-            "Without it, the model invents prompts."
-        ),
-    ] = None,
-    family: Annotated[
-        str,
-        typer.Option(
-            help=f"Kind of head: {options.FAMILIES}. vLLM, SGLang and llama.cpp can all read "
-            "eagle3-portable."
-        ),
-    ] = "eagle3",
-    init_from: Annotated[
-        str | None,
-        typer.Option(
-            help="Start from this head of the same --family, such as that of the model that yours "
-            "is fine-tuned from: a folder, OWNER/NAME on the hub, or smollm2-eagle3."
-        ),
-    ] = None,
-    max_new_tokens: MaxNewTokens = 192,
-    seed: Annotated[
-        int, typer.Option(help="Random seed for invented prompts and for the held-out split.")
-    ] = 0,
-    compile: Annotated[
-        bool | None,
-        typer.Option(
-            help="For GPUs: compile layers, which takes minutes. By default on from a budget of "
-            "10 minutes where there is a GPU."
-        ),
-    ] = None,
-    before: Annotated[
-        Path | None,
-        typer.Option(
-            "--continue",
-            help="A build, or a head: tune it and its table on the answers of --data, and race old "
-            "against new.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Answers that serve --record has kept, for --continue.")
-    ] = None,
+    built: Built,
+    continued: Continued,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what the build would do and need, and exit.")
     ] = False,
@@ -93,27 +135,12 @@ def main(
         raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    import torch
-
-    from drafthead.lab.building.folder import Choices
-
-    if before is not None or data is not None:
-        if before is None or data is None:
-            raise UserError("--continue FOLDER and --data FILE go together")
-        from drafthead.scripts.tuning import Tuning
-
-        new = output or before.with_name(f"{before.name}-tuned")
-        Tuning(model, before, data, new, total, compile, seed).run()
+    if continued.tunes():
+        continued.run(model, output, total, built)
         return
     if output is None:
         raise UserError("give --output, the folder of the build")
-    if compile is None and total >= 10 and torch.cuda.is_available():
-        compile = True
-    choices = Choices(
-        model.target, model.dtype, model.device, tuple(prompts or ()), max_new_tokens, seed,
-        family, total, compile, init_from,
-    )  # fmt: skip
-    run(choices, output, plan)
+    run(built.choices(model, total), output, plan)
 
 
 def run(choices: "Choices", output: Path, plan: bool) -> None:
