@@ -176,7 +176,7 @@ ATTENTION = [Substitution(functional.scaled_dot_product_attention, attention, al
 # Where our kernels run.
 KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
     sampling.draw: kernel("draw"),
-    sampling.largest: kernel("largest"),
+    sampling.largest: kernel("largest_logits"),
     move_columns: kernel("move_columns"),
     visible_columns: seen_columns,
     dynamic.open_level: opened,

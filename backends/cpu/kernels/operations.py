@@ -239,12 +239,12 @@ def rotated(
 
 
 def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """An empty result of `largest`."""
+    """An empty result of `largest_logits`."""
     values, total = (x.new_empty(*x.shape[:-1], n, dtype=torch.float32) for n in (count, 1))
     return values, values.long(), total
 
 
-operation("largest(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
+operation("largest_logits(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
     sampling.largest
 )
 

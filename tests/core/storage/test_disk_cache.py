@@ -56,5 +56,5 @@ def test_where_nothing_can_be_written_one_sentence_is_logged(
             assert read_cached(cache_folder("kind") / "file") is None
     [record] = caplog.records
     reason = "Read-only file system" if place == "read-only" else "Not a directory"
-    assert f"{cache_folder('kind')} for later runs ({reason})" in record.getMessage()
+    assert f"{cache_folder('kind')} ({reason})" in record.getMessage()
     assert [file.name for file in tmp_path.iterdir()] == ["regular"]

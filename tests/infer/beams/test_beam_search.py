@@ -161,7 +161,7 @@ def test_the_planner_sizes_the_trees_of_beams(target, make_drafter, expected) ->
     for _ in range(3):
         assert_same(found_here(decoder, PROMPTS, num_beams=4), expected)
     assert decoder.plans is not None
-    assert {kind.rule for kind, _ in decoder.plans.plans} == {"4 beams"}
+    assert {kind.rule for kind, *_ in decoder.plans.plans} == {"4 beams"}
 
 
 class OnlyAfter(LogitsProcessor):

@@ -398,7 +398,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
-    m.impl("largest", TORCH_FN(largest_op));
+    m.impl("largest_logits", TORCH_FN(largest_op));
     m.impl("open_level", TORCH_FN(open_level_op));
     m.impl("with_children", TORCH_FN(with_children_op));
     m.impl("best_tree", TORCH_FN(best_tree_op));

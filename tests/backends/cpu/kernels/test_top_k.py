@@ -15,7 +15,7 @@ def test_places_are_those_of_a_stable_sort(count, size, dtype) -> None:
     torch.manual_seed(count)
     for rows in (1, 2, 5):
         x = torch.randn(rows, 3, size).bfloat16().to(dtype)  # rounded, so that many are equal
-        values, places, total = torch.ops.drafthead.largest(x, count)
+        values, places, total = torch.ops.drafthead.largest_logits(x, count)
         expected = x.float().sort(dim=-1, descending=True, stable=True)
         assert torch.equal(places, expected.indices[..., :count])
         best, _, its_total = sampling.largest(x, count)
@@ -25,4 +25,4 @@ def test_places_are_those_of_a_stable_sort(count, size, dtype) -> None:
 def test_places_differ_even_where_most_numbers_are_minus_infinity() -> None:
     x = torch.full((1, 1, 40), -torch.inf)
     x[..., 33] = 1.0
-    assert torch.ops.drafthead.largest(x, 4)[1].flatten().tolist() == [33, 0, 1, 2]
+    assert torch.ops.drafthead.largest_logits(x, 4)[1].flatten().tolist() == [33, 0, 1, 2]
