@@ -46,8 +46,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tune(place: Path, **changes: object) -> None:
     model = options.Model(target=str(place / "target"), dtype="float32", device="cpu")
-    given = {"before": place / "head", "data": place / "served.jsonl", "minutes": 0.05}
-    build.main(**{"model": model, "compile": False, **given, **changes})
+    given = {"before": place / "head", "data": place / "served.jsonl", "minutes": 0.05, **changes}
+    continued = build.Continued(before=given.pop("before"), data=given.pop("data"))
+    build.main(model=model, built=build.Built(compile=False), continued=continued, **given)
 
 
 @pytest.mark.slow
