@@ -8,8 +8,9 @@ pass of a head at all: the planner learns when that is better (suffix decoding, 
 arXiv 2411.04975, decides it by a threshold).
 
 A table of n-grams is another matter. A head that was trained on the same answers knows what they
-say: of 3,145 tokens that a table expected and the shipped head did not, 14 were right, where the
-counts promised 361. So beside a drafter's own tree a table is asked at one step of 16, as long as
+say: of 1,544 tokens that a table expected and neither the shipped head nor lookup did, 4 were
+right, where counts promised 181 (benchmarks/smollm2/draft_sources.json).
+So beside a drafter's own tree a table is asked at one step of 16, as long as
 what it alone expects does not come true; and likewise for trees of lookup alone, while those with
 the table are not accepted. See `TableUse`.
 """
@@ -36,14 +37,18 @@ from drafthead.heads.growing.static import free_budgets
 from drafthead.infer.drafters import lookup_on_device as on_device
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.infer.drafters.store_lookup import DEPTH, LEAST_NGRAM, StoreLookup, add_expected
+from drafthead.infer.drafters.store_lookup import (
+    DEPTH,
+    LEAST_NGRAM,
+    TABLE,
+    StoreLookup,
+    add_expected,
+)
 
 FIRST_SHARE, FIRST_EXPECTED = 0.05, 4.0  # what is believed at first, and as how many tokens
 KEPT = 1 - 1 / 64  # of what was learnt, at each step with a table
 LEAST_SHARE = 0.25  # with less a table takes no node of a draft, and asking it takes time
-STEPS_WITHOUT = (
-    16  # for so many steps a table is asked that brings nothing, and then at one of them
-)
+STEPS_WITHOUT = 16  # of so many steps one asks a table that brings nothing
 
 
 class TableUse:
@@ -88,7 +93,7 @@ class WithLookup(Drafter):
     """
 
     def __init__(self, drafter: Drafter, stored: StoreLookup | None = None):
-        self.drafter, self.stored = drafter, stored
+        self.drafter = drafter
         self.features = drafter.features
         most = max(budget.nodes for budget in drafter.budgets)
         self.table = None if stored is None else stored.table
@@ -96,18 +101,19 @@ class WithLookup(Drafter):
         earlier = None if stored is None else stored.earlier
         own = PromptLookup(most - 1, LEAST_NGRAM)
         self.lookup: Lookup = own if earlier is None else StoreLookup(None, earlier)
-        if stored is not None:
-            stored.matches = self.lookup.matches  # both learn from the same text
-        self.names = *drafter.names, *(stored or self.lookup).names
+        self.all = stored or self.lookup  # with the table
+        self.all.matches = self.lookup.matches  # both learn from the same text
+        self.names = *drafter.names, *self.all.names
         self.budgets = (*free_budgets(most), *drafter.budgets)
         self.on_device = False
 
     def __repr__(self) -> str:
-        return f"{self.drafter} with {self.stored or self.lookup}"
+        return f"{self.drafter} with {self.all}"
 
     def compile(self, target: Target | None = None) -> None:
         self.drafter.compile(target)
-        if target is None or not target.memory.is_recorded or self.stored is not None:
+        stores = isinstance(self.all, StoreLookup)
+        if target is None or not target.memory.is_recorded or stores:
             return  # what is stored is on the host
         self.on_device = isinstance(self.drafter, HeadDrafter) and self.drafter.on_device
         if self.on_device:
@@ -143,29 +149,34 @@ class WithLookupSession(DraftSession):
         """The drafter's tree, with what lookup has found; or lookup's alone.
 
         Where lookup takes part a draft does not stop early: nodes that it leaves free are lookup's,
-        and a step with them is none of the drafter's smaller sizes.
+        and a step with them is none of the drafter's smaller sizes. Of rows that want drafts of
+        some parts alone, each has the nodes of its own.
         """
-        follows = sampling.greedy or isinstance(random, NextDraws)
-        self.is_free = budget.depth == 0
+        follows, drafter = sampling.greedy or isinstance(random, NextDraws), self.drafter
         self.session.wanted = self.lookup.wanted = self.wanted
-        if self.wanted is not None and follows:
-            return self._by_row(budget, sampling, random)
-        table = self.drafter.table if follows else None
-        if table is not None and not self.drafter.table_use.is_due(self.is_free):
-            table = None
-        if self.is_free:
-            with_table = self.drafter.stored if table is not None else None
-            self.lookup.ask(with_table or self.drafter.lookup)
-            return self.lookup.propose(budget, sampling, random)
-        self.lookup.ask(self.drafter.lookup)
+        own, looks = (wanting(self.wanted, part.names) for part in (drafter.drafter, drafter.all))
+        self.is_free = budget.depth == 0
+        alone = self.is_free or not any([True] if own is None else own)
+        # Where rows differ the table is that of those with nothing else.
+        is_due = self.wanted is not None or drafter.table_use.is_due(alone)
+        table = drafter.table if follows and is_due else None
+        if alone:
+            self.lookup.ask(drafter.lookup if table is None else drafter.all)
+            free = self.lookup.propose(free_budget(budget.nodes), sampling, random)
+            kept = only(free, looks)
+            return kept if self.is_free else known(kept)
+        self.lookup.ask(drafter.lookup)
         found = self.lookup.guesses(free_budget(budget.nodes), follows) if follows else None
         if found is None or (found.num_nodes == 1 and table is None):
-            return self.session.propose(budget, sampling, random)
-        tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
-        guesses = found.trees
+            return only(self.session.propose(budget, sampling, random), own)
+        least = replace(budget, least_chance=0.0)
+        tree = known(only(self.session.propose(least, sampling, random), own))
         if table is not None:
-            guesses = self._with_table(table, tree, guesses, budget.nodes - 1)
-        return merged(tree, guesses, budget.nodes)
+            trees = self._with_table(table, tree, found.trees, budget.nodes - 1)
+            found = replace(found, trees=trees)
+        kept = only(found, looks)
+        assert isinstance(kept, Guesses)
+        return merged(tree, kept.trees, budget.nodes)
 
     def _learn_of_table(self, committed: Committed) -> None:
         """Record what became of the last draft, if it was one with rows of this batch."""
@@ -181,44 +192,30 @@ class WithLookupSession(DraftSession):
     def _with_table(
         self, table: NgramTable, tree: TokenTree, guesses: Sequence[GuessTree], nodes: int
     ) -> list[GuessTree]:
-        """Guesses with what a table expects, by the share of it that has come true."""
+        """Guesses with what a table expects, by the share of it that comes true beside a draft."""
         log_share = math.log(self.drafter.table_use.share)
+        wanted = self.wanted or [None] * len(guesses)
         parts = to_host(torch.stack([tree.tokens, tree.parents], dim=1))
         both = []
-        for past, guess, (tokens, parents) in zip(
-            self.lookup.histories, guesses, parts, strict=True
+        for past, guess, (tokens, parents), names in zip(
+            self.lookup.histories, guesses, parts, wanted, strict=True
         ):
             expected, grown = GrowingTree(), GrowingTree()
-            add_expected(expected, table, past, nodes, DEPTH)
-            drafted = {*first_tokens(tokens, parents), *first_tokens(guess.tokens, guess.parents)}
-            of_table = expected.tree
-            self.by_table.append(
-                {
-                    of_table.tokens[node]: math.exp(of_table.scores[node])
-                    for node, parent in enumerate(of_table.parents)
-                    if parent == 0 and of_table.tokens[node] not in drafted
-                }
-            )
+            if names is None or TABLE in names:
+                add_expected(expected, table, past, nodes, DEPTH)
+            drafted, of_table = first_tokens(tokens, parents), expected.tree
+            others = {*drafted, *first_tokens(guess.tokens, guess.parents)}
+            chances = {
+                of_table.tokens[node]: math.exp(of_table.scores[node])
+                for node, parent in enumerate(of_table.parents)
+                if parent == 0 and of_table.tokens[node] not in others
+            }
+            self.by_table.append(chances if drafted else {})
+            factor = log_share if drafted else 0.0
             grown.add_tree(guess)
-            scores = [score + log_share for score in of_table.scores]
-            grown.add_tree(replace(of_table, scores=scores))
+            grown.add_tree(replace(of_table, scores=[each + factor for each in of_table.scores]))
             both.append(grown.tree)
         return both
-
-    def _by_row(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
-        """`propose` where rows want drafts of other parts, each all that its parts find."""
-        whole = self.drafter.stored or self.drafter.lookup
-        parts = self.drafter.drafter, whole
-        drafts, looks = (wanting(self.wanted, part.names) for part in parts)
-        self.lookup.ask(whole)
-        found = only(self.lookup.guesses(free_budget(budget.nodes), follows=True), looks)
-        assert isinstance(found, Guesses)
-        if budget.depth == 0:
-            return found
-        if not any(drafts or ()):
-            return found.tree()
-        own = self.session.propose(replace(budget, least_chance=0.0), sampling, random)
-        return merged(known(only(own, drafts)), found.trees, budget.nodes)
 
 
 class LookupOnDevice(WithLookupSession, OnDevice):
@@ -291,8 +288,9 @@ class LookupOnDevice(WithLookupSession, OnDevice):
 
 
 def first_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """The tokens of nodes right under the root, node 0."""
-    return [token for token, parent in zip(tokens, parents, strict=True) if parent == 0]
+    """The tokens of nodes right under the root, node 0, which padding is not."""
+    pairs = zip(tokens, parents, strict=True)
+    return [token for token, parent in pairs if parent == 0 and token != PADDING]
 
 
 def learns_answers(drafter: Drafter | None) -> bool:

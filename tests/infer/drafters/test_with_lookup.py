@@ -161,3 +161,17 @@ def test_a_table_gets_nodes_of_a_draft_where_what_it_alone_expects_comes_true(
         followed = torch.tensor([[40 if is_right else 50]])
         session.commit(Committed(followed, Features(None, ()), torch.ones(1, dtype=torch.long)))
     assert ({40, 41} <= {*tree.tokens[0].tolist()}) == is_right
+
+
+def test_rows_that_want_the_table_alone_get_it_beside_rows_where_it_is_wrong(target, make_drafter):
+    table = NgramTable.of([[10, 11, 12, 40, 41]] * 50, "", 3)
+    drafter = WithLookup(make_drafter("self", target), StoreLookup(table))
+    for _ in range(100):
+        drafter.table_use.add({40: 0.9}, token=50)
+    session = session_after(drafter, *[[*range(30, 34), 10, 11, 12]] * 3)
+    session.wanted = [frozenset({"ngrams"}), None, frozenset()]
+    tokens = session.propose(Budget(8, 3), GREEDY, None).tokens.tolist()
+    own = session.session.propose(Budget(8, 3), GREEDY, None).tokens.tolist()
+    assert {40, 41} <= {*tokens[0]} <= {10, 11, 12, 40, 41, PADDING}
+    assert {*tokens[1]} == {*own[1]} and 40 not in tokens[1]
+    assert {*tokens[2][1:]} == {PADDING}
