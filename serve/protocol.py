@@ -384,7 +384,7 @@ class Answering(Body):
         if text is None and not functions:
             return None
         if self.ignore_eos:
-            raise ApiError(400, f"ignore_eos does not go with {field}", "ignore_eos")
+            raise ApiError(400, f"ignore_eos cannot be combined with {field}", "ignore_eos")
         return Form(field, text, functions, several, thinks)
 
     @property
@@ -643,8 +643,9 @@ class Reader:
         if wanted == {*known}:
             return None
         if asked.verifier not in ("auto", *FOLLOWING):
-            sentence = f"draft goes with the rules auto, {' and '.join(FOLLOWING)}, not with"
-            raise ApiError(400, f"{sentence} {asked.verifier}", "draft")
+            rules = f"use auto, {' or '.join(FOLLOWING)}"
+            sentence = f"draft cannot be combined with the rule {asked.verifier}: {rules}"
+            raise ApiError(400, sentence, "draft")
         return wanted
 
     def masks(

@@ -4,8 +4,9 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -62,19 +63,29 @@ class Recorder:
             row = json.loads(first)
             if any(row.get(name) != self.about[name] for name in ("vocabulary", "target_weights")):
                 raise ValueError("it holds answers of another model: choose another file")
-        end = self.file.seek(0, os.SEEK_END)
-        self.file.seek(0)
-        lines = self.file.read(end)
-        self.size = lines.rfind(b"\n") + 1
+        self.size = 0
+        if self.file.seek(0, os.SEEK_END):
+            with mmap(self.file.fileno(), 0, access=ACCESS_READ) as lines:
+                self.size = lines.rfind(b"\n") + 1
         self.file.truncate(self.size)
         self.file.seek(self.size)
 
     def note(self, source: Source, request: Request, answer: Sequence[int], reason: str) -> None:
         """Record an answer [T] and why it ended; called by the decoding thread."""
         if not self.full:
-            self.writing.submit(self._write, source, request, [*answer], reason)
+            writing = self.writing.submit(self._write, source, request, [*answer], reason)
+            writing.add_done_callback(self._look_at)
+
+    def _look_at(self, writing: Future[None]) -> None:
+        """Stop recording where a row could not be made or written; answers go on."""
+        if (error := writing.exception()) is not None and not self.full:
+            self.full = True
+            reason = first_line(error)
+            logger.warning("%s: no more answers are recorded: %s", self.path, reason)
 
     def _write(self, source: Source, request: Request, answer: list[int], reason: str) -> None:
+        if self.full:  # since this row was noted; a part of one may end the file
+            return
         finished = bool(answer) and answer[-1] in request.end_ids
         text = self.tokenizer.decode(answer[:-1] if finished else answer)
         said = {"role": "assistant", "content": text, "finished": finished}
@@ -96,15 +107,11 @@ class Recorder:
             **({"chat_template_kwargs": others} if others else {}),
         }
         line = json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n"
-        try:
-            if self.size + len(line) > self.most_bytes:
-                raise OSError(f"{self.most_bytes >> 20} MiB are full")
-            self.file.write(line)
-            self.file.flush()
-            self.size += len(line)
-        except OSError as error:  # answers go on
-            self.full = True
-            logger.warning("%s: no more answers are recorded: %s", self.path, error)
+        if self.size + len(line) > self.most_bytes:
+            raise UserError(f"{self.most_bytes >> 20} MiB are full")
+        self.file.write(line)
+        self.file.flush()
+        self.size += len(line)
 
     def close(self) -> None:
         """Write what waits, and close the file."""

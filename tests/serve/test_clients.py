@@ -138,7 +138,7 @@ WRONG = {
     "unknown rule": ({"guided_grammar": "start: other"}, "guided_grammar is refused"),
     "token": ({"guided_grammar": "start: <other>"}, "guided_grammar is refused"),
     "long": ({"guided_regex": "a" * 70_000}, "65536 characters at most"),
-    "end": ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos does not go with guided_regex"),
+    "end": ({"guided_regex": "a", "ignore_eos": True}, "cannot be combined with guided_regex"),
     "backend": ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend"),
     "empty": ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
 }  # fmt: skip

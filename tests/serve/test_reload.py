@@ -148,3 +148,15 @@ def test_a_record_goes_on_after_a_kill_up_to_its_bytes(tmp_path: Path, caplog) -
         place = path if other is not decoder else tmp_path / "missing" / "file"
         with pytest.raises(UserError, match="answers cannot be recorded"):
             Recorder(place, 1 << 20, other, "tiny")
+
+
+def test_a_row_that_cannot_be_written_ends_the_record_and_no_answer(tmp_path, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    decoder = make_decoder()
+    recorder = Recorder(tmp_path / "answers.jsonl", 1 << 20, decoder, "tiny")
+    recorder.file.close()
+    with TestClient(make_app(decoder, ServerOptions("tiny"))) as client:
+        client.app.state.server.loop.recorder = recorder
+        body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 4}
+        assert [client.post(CHAT, json=body).status_code for _ in range(2)] == [200, 200]
+    assert sum("no more answers are recorded: write to closed" in m for m in caplog.messages) == 1

@@ -97,7 +97,7 @@ def test_a_request_chooses_what_drafts_for_it(client, path) -> None:
     drawn = {**body, "temperature": 1, "draft": False}
     assert client.post(path, json={**drawn, "verifier": "match"}).status_code == 200
     error = client.post(path, json={**drawn, "verifier": "rejection"}).json()["error"]
-    assert "not with rejection" in error["message"]
+    assert "with the rule rejection" in error["message"]
 
 
 def test_what_is_counted_has_vllms_names(client) -> None:
