@@ -91,7 +91,7 @@ class Continued:
 
     def run(self, model: options.Model, output: Path | None, minutes: float, built: Built) -> None:
         """Tune the build's drafts, into a folder beside it unless another is given."""
-        from drafthead.scripts.tuning import Tuning
+        from drafthead.scripts.building.tuning import Tuning
 
         assert self.before is not None and self.data is not None  # see `tunes`
         new = output or self.before.with_name(f"{self.before.name}-tuned")
@@ -146,7 +146,7 @@ def main(
 def run(choices: "Choices", output: Path, plan: bool) -> None:
     """Build in a folder, or show what would be made."""
     from drafthead.lab.building.folder import BuildFolder
-    from drafthead.scripts.stages import Building
+    from drafthead.scripts.building.stages import Building
     from drafthead.train.jobs.outputs import full_disk_named, only_writer
 
     folder = BuildFolder(output)

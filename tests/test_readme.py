@@ -10,7 +10,8 @@ import typer
 
 from drafthead.heads.formats import FORMATS
 from drafthead.lab.servers.export_for import METHODS
-from drafthead.scripts import build, cli, stages
+from drafthead.scripts import build, cli
+from drafthead.scripts.building import stages
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = str(ROOT / "assets" / "demo_prompts" / "validation.jsonl")

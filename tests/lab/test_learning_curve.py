@@ -9,8 +9,8 @@ from runs import run
 
 from drafthead.lab.learning_curve import LearningCurve, Point, what_more_would_bring
 from drafthead.scripts import options
+from drafthead.scripts.building.stages import forget_accelerate
 from drafthead.scripts.data import distill
-from drafthead.scripts.stages import forget_accelerate
 from drafthead.train.run.starting_config import write_starting_config
 
 ASSETS = Path(__file__).parents[2] / "assets"

@@ -33,8 +33,9 @@ from drafthead.lab.building.prompts import (
 )
 from drafthead.lab.building.view import Captured
 from drafthead.lab.planned_training import TrialOutOfMemoryError
-from drafthead.scripts import cli, stages
-from drafthead.scripts.stages import Building
+from drafthead.scripts import cli
+from drafthead.scripts.building import stages
+from drafthead.scripts.building.stages import Building
 from drafthead.train.prompts.invention import TooFewMessagesError
 from drafthead.train.run.config import load_run_config
 

@@ -22,9 +22,9 @@ from drafthead.lab.learning_curve import in_words
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
 from drafthead.scripts import compare, options
+from drafthead.scripts.building.stages import RACED_TOKENS, forget_accelerate
 from drafthead.scripts.data import index
 from drafthead.scripts.head import evaluate
-from drafthead.scripts.stages import RACED_TOKENS, forget_accelerate
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.run.config import load_run_config, written_override
 from drafthead.train.run.folder import BEST_BY, BEST_FOLDER

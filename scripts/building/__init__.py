@@ -1,0 +1,1 @@
+"""drafthead.scripts.building: what `drafthead build` runs, stage by stage."""
