@@ -61,7 +61,7 @@ def training_section(folder: Path) -> Section:
     evaluations = list(read_log(folder / EVALUATION_FILE))
     tokens = {step["step"]: step["supervised_tokens"] for step in steps}
     held_out = [(tokens[e["step"]], e["tau_chain"]) for e in evaluations if e["step"] in tokens]
-    names = ["loss", "guesses right in a row, all positions"]
+    names = ["loss", "drafted tokens right in a row, all positions"]
     names += ["tau of held-out answers, a chain"] if held_out else []
     figure, axes = plt.subplots(1, len(names), figsize=(14 * len(names) / 3, 3.5))
     for ax, key in zip(axes, ("loss", "right_in_a_row"), strict=False):

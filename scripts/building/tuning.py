@@ -14,6 +14,7 @@ import yaml
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
+from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.drafthead import is_own_folder
 from drafthead.heads.formats.files import read_json
 from drafthead.lab.building.folder import RECORD
@@ -52,7 +53,7 @@ class Tuning:
     """A build's drafts, or a head, that go on with the rows of a file."""
 
     model: options.Model
-    before: Path  # a folder of `build`, or a head
+    before: Path  # a folder of `build`, or a head: a folder, a shipped one or of the hub
     data: Path
     output: Path
     minutes: float
@@ -95,8 +96,8 @@ class Tuning:
 
     def _old_head(self) -> Path:
         """The head to go on with; raises UserError where there is none of our format."""
-        folders = [self.before / "head" / BEST_FOLDER, self.before / "head", self.before]
-        found = next((folder for folder in folders if is_own_folder(folder)), None)
+        build, head = self.before / "head", local_copy(self.before)
+        found = next(filter(is_own_folder, (build / BEST_FOLDER, build, head)), None)
         if found is None:
             raise UserError(f"{self.before} holds no head to go on with: give a build, or a head")
         record = self.before / RECORD

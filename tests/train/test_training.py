@@ -289,7 +289,8 @@ def test_loss_falls_and_the_written_head_loads(family: str, configure, target: T
     assert record["settings"]["head"]["family"] == family
     origin = json.loads((folder / "config.json").read_text())["provenance"]
     assert origin["target_precision"] == "float32"
-    assert record["versions"]["torch"] == torch.__version__
+    # Wheels of PyPI leave the local part, as in 2.15.0+cu132, out of their metadata.
+    assert record["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
 @pytest.mark.parametrize(("taus", "best"), [([1.5, 1.9, 1.7], 8), ([1.5, 1.6, 1.7], None)])

@@ -68,7 +68,7 @@ class StepBar(tqdm):
         `right` first guesses in a row, over all positions: more than decoding accepts.
         """
         self.set_postfix_str(
-            f"loss {loss:.3f}, {right:.2f} guesses right in a row, {tokens_per_second:.0f} tok/s",
+            f"loss {loss:.3f}, {right:.2f} tokens right in a row, {tokens_per_second:.0f} tok/s",
             refresh=False,
         )
         self.update(min(round(done), self.total) - self.n)
