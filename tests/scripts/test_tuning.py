@@ -84,7 +84,7 @@ def test_what_cannot_be_tuned_is_refused(place, tmp_path) -> None:
         ({"data": few}, "has answers to 5 prompts: 16 are needed"),
         ({"data": texts}, "has no token ids"),
         ({"before": tmp_path}, "holds no head to go on with"),
-        ({"before": Path("smollm2-eagle3"), "data": few}, "has answers to 5 prompts"),  # a head by name
+        ({"before": Path("smollm2-eagle3"), "data": few}, "has answers to 5 prompts"),
         ({"before": other}, "is for --target other, not"),
         ({"data": None}, "go together"),
         ({"minutes": None}, "a build needs a time budget"),
