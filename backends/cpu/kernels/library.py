@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them known to torch)
-from drafthead.backends.cpu.kernels.kernel_set import AVX512, kernel_set
+from drafthead.backends.cpu.kernels.kernel_set import AMX, AVX2, FOLDERS, kernel_set
 from drafthead.core.storage.disk_cache import cache_or_scratch
 
 BUILT = Path(__file__).parent / "built"  # with the project, not in git
@@ -29,6 +29,7 @@ FLAGS = (
     *("-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mlzcnt", "-mbmi", "-mbmi2"),
 )
 AVX512_FLAGS = tuple(f"-mavx512{part}" for part in ("f", "dq", "vl", "bw", "vnni", "bf16"))
+AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,10 @@ logger = logging.getLogger(__name__)
 def text_of(name: str) -> str:
     """The text of a file of `source/`, with that of the files that it includes.
 
-    Those that are not there are in a folder for the processor's instructions.
+    A file in a folder for the processor's instructions takes the place of one that is for all.
     """
-    path = SOURCE / name
-    if not path.exists():
-        path = SOURCE / str(kernel_set()) / name
-    text = path.read_text()
+    places = [SOURCE / folder / name for folder in (*FOLDERS[str(kernel_set())], "")]
+    text = next(path for path in places if path.exists()).read_text()
     return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 
 
@@ -64,11 +63,12 @@ def path_of(source: str) -> Path:
 
 def command(source: Path, library: Path) -> list[str]:
     """What compiles the library."""
-    widest = "AVX512" if kernel_set() == AVX512 else "AVX2"
+    widest = "AVX2" if kernel_set() == AVX2 else "AVX512"
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     include = INCLUDED / "include"
     return [
         *(os.environ.get("CXX", "g++"), *FLAGS, *(AVX512_FLAGS if widest == "AVX512" else ())),
+        *(AMX_FLAGS if kernel_set() == AMX else ()),
         *(f"-DCPU_CAPABILITY_{widest}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
         *(str(source), "-o", str(library)),

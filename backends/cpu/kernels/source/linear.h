@@ -12,16 +12,15 @@ void linear(const at::BFloat16* x, const at::BFloat16* packed, const at::BFloat1
             at::BFloat16* out, int64_t rows, int64_t inner, int64_t size, int threads) {
     const Factors<IN_BYTES> factors(x, rows, inner);
     const int64_t values = block_size<IN_BYTES>(inner);
-    #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t start = 0; start < size; start += 32) {
+    for_blocks(size, threads, [&](int64_t start) {
         const auto* block = packed + start / 32 * values;
         const auto* biases = bias ? bias + start : nullptr;
         const int columns = std::min<int64_t>(32, size - start);
         in_groups_ahead<IN_BYTES>(rows, block, values, [&](int64_t r, auto count, Ahead ahead) {
-            multiply<count(), IN_BYTES>(factors.row(r), inner, factors.totals(r), block, biases,
-                                        out + r * size + start, size, columns, ahead);
+            multiply(count, factors, r, block, biases, out + r * size + start, size, columns,
+                     ahead);
         });
-    }
+    });
 }
 }  // namespace
 #endif

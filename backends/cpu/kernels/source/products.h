@@ -4,6 +4,13 @@
 #include "multiply.h"
 
 namespace {
+// f(first column) for each block of 32 of `size` columns, shared out to threads
+template <typename F>
+inline void for_blocks(int64_t size, int threads, const F& f) {
+    #pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t start = 0; start < size; start += 32) f(start);
+}
+
 // f(first row, number of rows as a constant, what to fetch) for groups of rows that are multiplied
 // with `values` weights together.
 template <bool IN_BYTES, typename F>

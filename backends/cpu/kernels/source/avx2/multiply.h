@@ -32,14 +32,11 @@ struct Factors {
         for (int64_t r = 0; r < int64_t(sums.size()); ++r) {
             __m256 sum = _mm256_setzero_ps();
             for (int64_t k = 0; k < inner; k += 8) {
-                sum = _mm256_add_ps(sum, load(row(r) + k, inner - k));
+                sum = _mm256_add_ps(sum, load(x + r * inner + k, inner - k));
             }
             sums[r] = sum_of(sum);
         }
     }
-
-    const float* row(int64_t r) const { return x + r * inner; }
-    const float* totals(int64_t r) const { return sums.data() + r; }
 };
 
 // Of eight columns the first (PLACE 0) or second value of a pair, as they are packed.
@@ -118,12 +115,14 @@ inline void multiply_columns(int first, const float* x, int64_t inner, const flo
     });
 }
 
-// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. For blocks in bytes,
-// `totals` are the sums over each x[r].
+// out[r][0..31] = x[row + r] . block + bias for R rows, of which the first `columns` are stored.
 template <int R, bool IN_BYTES>
-inline void multiply(const float* x, int64_t inner, const float* totals,
+inline void multiply(std::integral_constant<int, R>, const Factors<IN_BYTES>& factors, int64_t row,
                      const at::BFloat16* block, const at::BFloat16* bias, at::BFloat16* out,
                      int64_t size, int columns, Ahead ahead) {
+    const auto* x = factors.x + row * factors.inner;
+    const auto* totals = factors.sums.data() + row;
+    const int64_t inner = factors.inner;
     constexpr int C = R <= 2 ? 4 : 2;
     for (int first = 0; first < 32; first += 8 * C) {
         const int left = (32 - first) / (8 * C);  // times, each of which fetches its share

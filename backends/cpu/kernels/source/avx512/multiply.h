@@ -1,58 +1,28 @@
-// Products of few rows with blocks of packed weights, in bfloat16 or in bytes. A block in bytes has
-// the values 128 + v of 32 columns, for v of 0 to 127, without their leading bits, which are the same
-// for all; then 32 scales in float32. A weight is scale * (128 + v - ZERO).
+// Products of few rows with blocks of packed weights, in bfloat16 or in bytes.
 #ifndef DRAFTHEAD_MULTIPLY
 #define DRAFTHEAD_MULTIPLY
 #include "ahead.h"
-#include "numbers.h"
-#include <vector>
+#include "factors.h"
 
 namespace {
 // Few rows wait for memory, which the processor then reads ahead by itself: asking as well takes a
 // third longer. More are busy with arithmetic, and so are three in bytes: they have to ask.
 template <bool IN_BYTES>
 constexpr int FEW = IN_BYTES ? 2 : 6;
-constexpr float ZERO = 192;
 // Sums of 12 rows and 32 columns fill 24 of the 32 registers.
 constexpr int MOST_ROWS = 12, GROUP_ROWS = 8;
 
 // How far before they are needed weights are fetched.
 inline int64_t distance_of(int64_t) { return 128 * 32; }
 
-// Sums over each row of x [rows, inner], which blocks in bytes need.
-inline std::vector<float> sums_of(const at::BFloat16* x, int64_t rows, int64_t inner) {
-    std::vector<float> sums(rows);
-    for (int64_t r = 0; r < rows; ++r) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t k = 0; k < inner; k += 16) {
-            sum = _mm512_add_ps(sum, load(x + r * inner + k, first(inner - k)));
-        }
-        sums[r] = _mm512_reduce_add_ps(sum);
-    }
-    return sums;
-}
-
-// Rows of x [rows, inner] and, for blocks in bytes, their sums.
-template <bool IN_BYTES>
-struct Factors {
-    const at::BFloat16* x;
-    int64_t inner;
-    std::vector<float> sums;
-
-    Factors(const at::BFloat16* x, int64_t rows, int64_t inner) : x(x), inner(inner) {
-        if constexpr (IN_BYTES) sums = sums_of(x, rows, inner);
-    }
-
-    const at::BFloat16* row(int64_t r) const { return x + r * inner; }
-    const float* totals(int64_t r) const { return sums.data() + r; }
-};
-
-// out[r][0..31] = x[r] . block + bias, of which the first `columns` are stored. For blocks in bytes,
-// `totals` are the sums over each x[r].
+// out[r][0..31] = x[row + r] . block + bias for R rows, of which the first `columns` are stored.
 template <int R, bool IN_BYTES>
-inline void multiply(const at::BFloat16* x, int64_t inner, const float* totals,
+inline void multiply(std::integral_constant<int, R>, const Factors<IN_BYTES>& factors, int64_t row,
                      const at::BFloat16* block, const at::BFloat16* bias, at::BFloat16* out,
                      int64_t size, int columns, Ahead ahead) {
+    const auto* x = factors.x + row * factors.inner;
+    const auto* totals = factors.sums.data() + row;
+    const int64_t inner = factors.inner;
     const __mmask16 some[2] = {first(columns), first(std::max(columns - 16, 0))};
     auto bias_of = [&](int c) INLINE {
         return bias ? load(bias + c * 16, some[c]) : _mm512_setzero_ps();
@@ -66,9 +36,7 @@ inline void multiply(const at::BFloat16* x, int64_t inner, const float* totals,
     auto pair = [&](int64_t k) INLINE {
         auto weights = [&](int c) INLINE {
             if constexpr (IN_BYTES) {
-                auto* from = reinterpret_cast<const __m256i*>(bytes + (k + c) * 32);
-                __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(from));
-                return (__m512bh)_mm512_or_si512(low, _mm512_set1_epi16(0x4300));  // 128
+                return (__m512bh)from_bytes(bytes + (k + c) * 32);
             } else {
                 return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
             }
