@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 from drafthead.core.target import weight_state
 from drafthead.core.target.weight_state import COMMON, PLAIN, weights_of
 from drafthead.heads.base import drafting_fields
@@ -194,6 +195,7 @@ def surroundings() -> list[Any]:
         [sys.version, torch.__version__, version("transformers")],
         version_of_backends(),
         sorted(torch.cpu.get_capabilities().items(), key=str),
+        kernel_set(),
         torch.get_num_threads(),
         [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))],

@@ -27,8 +27,13 @@ class Backend:
 
     compiles = False  # whether functions are compiled, or recorded
     fuses = False  # whether parts of recorded functions are compiled
-    has_kernels = False  # whether kernels of ours take the place of operations
+    kernels = ""  # names those of ours that take the place of operations, where any do
     memory: FreshMemory = FRESH  # for caches
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of ours take the place of operations."""
+        return bool(self.kernels)
 
     def forget(self) -> None:
         """Make compiled functions again, for the weights that they read have changed."""

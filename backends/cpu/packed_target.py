@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 class PackedBackend(Backend):
     """Runs functions as they are, with our kernels in place of torch's operations."""
 
-    has_kernels = True
+    def __init__(self) -> None:
+        self.kernels = library.name_of(library.text())
 
     def within(self) -> AbstractContextManager[None]:
         return threads.for_a_call()

@@ -219,6 +219,7 @@ def costs_file(target: Target, drafter: Drafter) -> Path:
         target.config.to_diff_dict(),
         target.precision,
         type(target).__name__,
+        target.backend.kernels,
         repr(drafter),
         [(budget.nodes, budget.depth) for budget in drafter.budgets],
     ]

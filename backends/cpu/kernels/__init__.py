@@ -1,4 +1,4 @@
-"""C++ kernels for processors with AVX512-BF16 or AVX2, as operations of torch.
+"""C++ kernels for processors with AMX, AVX512-BF16 or AVX2, as operations of torch.
 
 `operations` says what each computes. The C++ is in `source/`, where a folder holds what is written
 for some instructions, and is compiled once for all models, see `library`.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -232,8 +233,9 @@ def threads(count: int) -> Iterator[None]:
         torch.inference_mode,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.backends.mkldnn.flags(enabled=False),
+        lambda: patch.object(fingerprint, "kernel_set", lambda: "another"),
     ],
-    ids=["threads", "gradients", "inference mode", "autocast", "oneDNN"],
+    ids=["threads", "gradients", "inference mode", "autocast", "oneDNN", "kernels"],
 )
 def test_a_graph_for_other_surroundings_is_another(other) -> None:
     before = fingerprint.digest(fingerprint.surroundings())

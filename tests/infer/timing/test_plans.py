@@ -77,6 +77,11 @@ def ratios(plans: Plans, kind: StepKind = KIND) -> np.ndarray:
     return np.exp(in_plain_steps(plans.costs(kind)))
 
 
+def test_costs_of_other_kernels_are_kept_in_another_file(target, file, monkeypatch) -> None:
+    monkeypatch.setattr(type(target.backend), "kernels", "another library")
+    assert costs_file(target, DRAFTER) != file
+
+
 # ---- before the first token ---------------------------------------------------------------------
 
 

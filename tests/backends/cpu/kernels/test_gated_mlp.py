@@ -38,11 +38,12 @@ def test_the_function_equals_float64_up_to_its_roundings(weights, rows, in_bytes
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=4e-3)
 
 
-def test_a_row_has_the_same_bits_among_any_number_of_rows(weights) -> None:
-    x = torch.randn(30, INNER).bfloat16()
-    everything = gated(x, weights)
-    for count in (1, 2, 5, 8, 12, 13):
-        assert torch.equal(everything[:count], gated(x[:count], weights))
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(weights, in_bytes) -> None:
+    x = torch.randn(70, INNER).bfloat16()
+    alone = torch.cat([gated(row[None], weights, in_bytes) for row in x])
+    for count in range(71):
+        assert torch.equal(alone[:count], gated(x[:count], weights, in_bytes)), count
 
 
 def test_paired_blocks_lie_next_to_each_other() -> None:
