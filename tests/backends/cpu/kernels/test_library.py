@@ -1,4 +1,4 @@
-"""The kernels that all graphs share are compiled once, for the widest set that a process may use."""
+"""The kernels that all graphs share are compiled once, for the widest set that may be used."""
 
 import os
 import subprocess
