@@ -6,26 +6,13 @@
 #define DRAFTHEAD_MULTIPLY
 #include "ahead.h"
 #include "factors.h"
+#include "tiles.h"
 
 namespace {
-constexpr int TILE = 16, MOST_ROWS = 2 * TILE;
+constexpr int MOST_ROWS = 2 * TILE;
 constexpr int STEP = 32;  // values of x in a tile
 constexpr int64_t DISTANCE = 128 * 32;  // of values that one group of rows fetches ahead
 constexpr int EXPANDED = 4;  // steps of weights in bytes that are kept in bfloat16
-
-// What the processor reads of tiles: 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights.
-struct Shapes {
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16];
-
-    // The first rows of x, up to 16, and those beyond; never 0, which the processor refuses.
-    Shapes(uint8_t a, uint8_t b) : rows{a, a, b, b, a, b, TILE, TILE} {}
-};
-
-// Makes what was written before seen by tiles, whose instructions do not tell the compiler what they
-// read.
-inline void written_for_tiles() { asm volatile("" ::: "memory"); }
 
 // sums += x [rows, 32] times weights, of which the pairs of 32 columns are side by side
 template <bool TWO>

@@ -2,12 +2,11 @@
 #define DRAFTHEAD_ATTENTION_ROWS
 #include "numbers.h"
 #include "queries.h"
+#include "scores.h"
 #include <vector>
 
 namespace {
-constexpr int SCORED = 8;  // rows whose sums of scores fit into registers
 constexpr int MIXED = 4;  // rows whose sums of 64 values do
-constexpr int KEY_BLOCKS = 4;  // of 16 keys, turned before they are multiplied
 
 // out[pair][key]: pairs of values of 16 keys; where there are fewer, the last one again.
 template <int D>
@@ -30,29 +29,6 @@ inline void turn_keys(const at::BFloat16* keys, int64_t stride, int count, __m51
         out[2] = _mm512_unpacklo_epi64(b, d);
         out[3] = _mm512_unpackhi_epi64(b, d);
     }
-}
-
-// scores[r][0 .. 16 B - 1] = scale * query[r] . key, for B blocks of turned keys
-template <int D, int R, int B>
-inline void score(const at::BFloat16* query, const __m512i* keys, float scale, float* scores,
-                  int64_t width) {
-    __m512 sums[R * B];
-    c10::ForcedUnroll<R * B>{}([&](auto i) INLINE { sums[i] = _mm512_setzero_ps(); });
-    for (int pair = 0; pair < D / 2; ++pair) {
-        __m512bh k[B];
-        c10::ForcedUnroll<B>{}([&](auto b) INLINE { k[b] = (__m512bh)keys[b * D / 2 + pair]; });
-        c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            auto values = reinterpret_cast<const int32_t*>(query + r * D)[pair];
-            auto q = (__m512bh)_mm512_set1_epi32(values);
-            c10::ForcedUnroll<B>{}([&](auto b) INLINE {
-                sums[r * B + b] = _mm512_dpbf16_ps(sums[r * B + b], q, k[b]);
-            });
-        });
-    }
-    c10::ForcedUnroll<R * B>{}([&](auto i) INLINE {
-        __m512 scaled = _mm512_mul_ps(sums[i], _mm512_set1_ps(scale));
-        _mm512_storeu_ps(scores + i / B * width + i % B * 16, scaled);
-    });
 }
 
 // Adds up numbers that come sixteen at a time, of which some are left out: those that are not go to
@@ -159,7 +135,7 @@ template <int D, typename mask_t>
 void attend_rows(const Queries<D, mask_t>& of, int64_t rows, const at::BFloat16* keys,
                  int64_t key_stride, const at::BFloat16* values, int64_t value_stride,
                  int64_t columns, float scale) {
-    constexpr int MIXED_ROWS = std::max(1, std::min(SCORED, MIXED * 64 / D));
+    constexpr int MIXED_ROWS = std::max(1, std::min(2 * MIXED, MIXED * 64 / D));
     const int64_t width = (columns + 15) / 16 * 16;
     static thread_local std::vector<float> memory;
     memory.resize(MOST_QUERIES * width);
@@ -176,19 +152,7 @@ void attend_rows(const Queries<D, mask_t>& of, int64_t rows, const at::BFloat16*
             }
             turn_keys<D>(keys + s * key_stride, key_stride, count, turned + blocks * D / 2);
         }
-        in_groups<SCORED>(rows, [&](int64_t r, auto count) {
-            // Few rows take more keys at once: sums that wait for each other take six cycles each.
-            constexpr int R = count(), B = R <= SCORED / 2 ? KEY_BLOCKS : KEY_BLOCKS / 2;
-            const auto* query = of.query + r * D;
-            float* out = scores + r * width + start;
-            int b = 0;
-            for (; b + B <= blocks; b += B) {
-                score<D, R, B>(query, turned + b * D / 2, scale, out + b * 16, width);
-            }
-            for (; b < blocks; ++b) {
-                score<D, R, 1>(query, turned + b * D / 2, scale, out + b * 16, width);
-            }
-        });
+        score_rows<D>(of.query, rows, turned, blocks, scale, scores + start, width);
     }
     float sums[MOST_QUERIES];
     for (int64_t r = 0; r < rows; ++r) {
