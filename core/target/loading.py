@@ -28,11 +28,15 @@ from drafthead.core.target.placement import Placement
 from drafthead.core.target.weight_types import (
     BITSANDBYTES,
     LOSSY,
+    let_dequantise,
     quantisation_of,
+    wrongly_read,
 )
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 TOKENIZER_FILES = ("*token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(
@@ -216,9 +220,18 @@ def load_model(
         options = quantising_options(dtype, torch_device) or placement.loading_options(
             model_class, base or source, torch_dtype, torch_device, trust_code
         )
-        model = model_class.from_pretrained(
-            base or source, dtype=torch_dtype, trust_remote_code=trust_code, **options
+        if method := let_dequantise(config):
+            logger.info("%s: its weights, of the method %s, are read as 16-bit ones", name, method)
+            options["config"] = config
+        model, info = model_class.from_pretrained(
+            base or source,
+            dtype=torch_dtype,
+            trust_remote_code=trust_code,
+            output_loading_info=True,
+            **options,
         )
+        if reason := wrongly_read(model, info["unexpected_keys"], info["missing_keys"]):
+            raise UserError(f"cannot load the model {name}: {reason}")
         if base is not None:
             add_adapter(model, source)
         tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)

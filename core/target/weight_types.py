@@ -1,8 +1,10 @@
-"""Types of a target's weights: their names, and how bitsandbytes keeps them."""
+"""Types of a target's weights: their names, and how checkpoints and bitsandbytes keep them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 INT7 = "int7"  # the type of targets whose matrices are rounded, see `heads.target.seven_bits`
@@ -16,6 +18,9 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
     },
 }
 LOSSY = (INT7, *BITSANDBYTES)  # all of them compute in bfloat16
+# How checkpoints store weights that transformers can turn into 16-bit numbers as it reads them.
+# As they are they round activations as well, by all tokens of a block, with kernels of the hub.
+DEQUANTISED = "fp8", "compressed-tensors"
 
 
 def quantisation_of(model: PreTrainedModel) -> str | None:
@@ -27,5 +32,42 @@ def quantisation_of(model: PreTrainedModel) -> str | None:
     for name, options in BITSANDBYTES.items():
         if settings.get(next(iter(options))):
             return name
-    method = settings["quant_method"]
+    return method_of(settings)
+
+
+def method_of(settings: dict[str, Any]) -> str:
+    """The method of a configuration of quantised weights."""
+    method = settings.get("quant_method", "an unknown method")
     return str(getattr(method, "value", method))
+
+
+def let_dequantise(config: PretrainedConfig | None) -> str | None:
+    """Let the weights of a checkpoint with this configuration be read as 16-bit numbers, where
+    their method is one of DEQUANTISED: that method, else None.
+    """
+    for part in () if config is None else (config, config.get_text_config(decoder=True)):
+        settings = getattr(part, "quantization_config", None)
+        if isinstance(settings, dict) and method_of(settings) in DEQUANTISED:
+            settings["dequantize"] = True
+            return method_of(settings)
+    return None
+
+
+def wrongly_read(
+    model: PreTrainedModel, unread: Iterable[str], missing: Iterable[str]
+) -> str | None:
+    """Why the weights of a loaded model are not those of its files; None where nothing is known.
+
+    `unread` are names of tensors of the files. Those of modules that the model has, such as the
+    scales of a matrix, change what it computes. `missing` are weights that no file has.
+    """
+    config = model.config
+    settings = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and getattr(model, "hf_quantizer", None) is None:
+        return f"transformers cannot read weights of the method {method_of(settings)}"
+    weighed = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    lost = sorted(name for name in unread if name.rpartition(".")[0] in weighed)
+    if lost:
+        return f"its files have {lost[0]}, which {type(model).__name__} does not use"
+    lacking = sorted(missing)
+    return f"its files lack {', '.join(lacking[:3])}" if lacking else None
