@@ -27,7 +27,7 @@ from drafthead.core.trees.recipe import known
 from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.lookup import History
+from drafthead.infer.drafters.history import History
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import DEPTH, LEAST_NGRAM, TRUE_SHARE
 from drafthead.infer.drafters.with_lookup import WithLookup, WithLookupSession

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import tokenizer_named
-from drafthead.infer.drafters.lookup import LONGEST, History
+from drafthead.infer.drafters.history import LONGEST, History
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading

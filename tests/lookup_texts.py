@@ -1,6 +1,6 @@
 """Texts of letters for lookup: one token a letter."""
 
-from drafthead.infer.drafters.lookup import History
+from drafthead.infer.drafters.history import History
 
 
 def letters(text: str) -> list[int]:

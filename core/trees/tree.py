@@ -196,6 +196,9 @@ class TreeShape:
         return max((path[-1] + 1 for path in self.paths), default=0)
 
 
+ROOT = TreeShape(())  # a tree that proposes nothing
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """A batch of proposals of the same number of nodes.

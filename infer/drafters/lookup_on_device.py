@@ -1,20 +1,27 @@
-"""Prompt lookup beside a head, on a device where steps are recorded: none waits for its text.
+"""Prompt lookup, alone or beside a head, on a device where steps are recorded: none waits for text.
 
 What `History` and `GrowingTree` do on the host, the tables here do for a batch: in functions of
 tensors that are recorded themselves. The host's histories follow as soon as tokens arrive there.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.nn.functional import pad
 
+from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.dims import Spec
+from drafthead.core.drafting.drafter import Committed, OnDevice
 from drafthead.core.host import to_device
 from drafthead.core.kv_cache.cache_memory import power_of_two
-from drafthead.core.trees.tree import PADDING, ancestor_mask
-from drafthead.infer.drafters.lookup import LONGEST, MAX_NGRAM, History
+from drafthead.core.sampling import Sampling
+from drafthead.core.target.features import Features
+from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import PADDING, Budget, TokenTree, ancestor_mask
+from drafthead.infer.drafters.history import LONGEST, MAX_NGRAM, History, MatchRecord
 
 ROOM = 512  # columns at least for tokens to come; a text that has used them up is brought again
 # Comparisons of a column with a new token, which take 12 bytes each: more of them (16 rows of
@@ -179,3 +186,104 @@ def continuations(
     places = (text.matched[:, None] - 1).clamp_min(0) + steps
     gains = logs[places.clamp_max(len(logs) - 1)].cumsum(-1)
     return chain, torch.where(text.matched[:, None] >= least, gains, -torch.inf)
+
+
+class Functions(NamedTuple):
+    """`advanced` and `with_chain`, recorded."""
+
+    advanced: Callable[..., Text]
+    with_chain: Callable[..., Any]
+
+    @classmethod
+    def of(cls, target: Target) -> "Functions | None":
+        """Those for drafts for a target; None where its steps are not recorded."""
+        if not target.memory.is_recorded:
+            return None
+        compile = target.backend.compile
+        return cls(compile(advanced, ADVANCED, ()), compile(with_chain, WITH_CHAIN, ()))
+
+
+class LateSession(OnDevice):
+    """A session with lookup where steps are recorded: no draft waits for the last one's tokens.
+
+    The host's histories learn late which matches were right, and what they know is brought to the
+    device when rows change, and for the first draft after a step without one.
+    """
+
+    functions: Functions
+
+    def __init__(self, *given: Any):
+        """As the session that it is; see `LookupSession` and `WithLookupSession`."""
+        super().__init__(*given)
+        self.text: Text | None = None  # of the histories, and what is `unread`
+        self.logs: torch.Tensor | None = None  # [LONGEST] see `MatchRecord`
+        self.unread: list[Committed] = []  # by the host's histories
+        self.is_asked = False  # for the step that is committed next
+
+    @property
+    @abstractmethod
+    def pasts(self) -> Sequence[History]:
+        """The host's histories."""
+
+    @abstractmethod
+    def read(self, committed: Committed) -> None:
+        """Let the host's histories read what was committed."""
+
+    def follow(self, committed: Committed) -> None:
+        """Add what was committed to the texts, on the device at once."""
+        # Without features, whose memory is the next step's.
+        self.unread.append(replace(committed, features=Features(None), known_ends=None, cache=None))
+        if committed.late is None:
+            self.logs = None  # brought again with what has been learnt
+        while self.unread and (self.unread[0].late is None or self.unread[0].late.known):
+            self.read(self.unread.pop(0))
+        longest = max(len(past.tokens) for past in self.pasts)
+        longest += sum(each.tokens.shape[1] for each in self.unread)  # or less
+        fits = self.text is not None and longest < self.text.tokens.shape[1]
+        text = self.text if fits and self.is_asked else None
+        self.text = text and self.functions.advanced(text, committed.tokens, committed.lengths)
+        self.is_asked = False
+
+    def settle(self) -> None:
+        """Let the histories read all that was committed; the device will have them again."""
+        while self.unread:
+            self.read(self.unread.pop(0))
+        self.text = None
+
+    def is_late(self, budget: Budget, sampling: Sampling, random: Choice) -> bool:
+        """Whether a draft is made on the device; else the texts are settled for the host."""
+        follows = sampling.greedy or isinstance(random, NextDraws)
+        compared = len(self.pasts) * width_of(self.pasts) * budget.nodes
+        by_row = self.wanted is not None
+        if budget.depth == 0 or not follows or compared > MOST_COMPARED or by_row:
+            self.settle()
+            return False
+        return True
+
+    def joined(self, tree: TokenTree, nodes: int, matches: MatchRecord, least: int) -> TokenTree:
+        """The best `nodes` nodes of a tree with scores and of what followed the texts' matches."""
+        assert tree.scores is not None
+        device = tree.tokens.device
+        if self.text is None:
+            self.settle()
+            self.text = text_of(self.pasts, device)
+        if self.logs is None:
+            self.logs = to_device(matches.logs, device, torch.float64)
+        self.is_asked = True
+        form = tree.tokens, tree.parents, tree.ancestors, tree.scores.expand(tree.tokens.shape)
+        given = self.text, self.logs, *form, nodes, least
+        tokens, parents, depths, ancestors = self.functions.with_chain(*given)
+        return TokenTree(tokens, parents, depths, ancestors, max_depth=nodes - 1, width=nodes - 1)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self.settle()
+        super().keep_rows(rows)
+
+    def join_rows(self, other: Self, order: Sequence[int]) -> None:
+        self.settle()
+        other.settle()
+        super().join_rows(other, order)
+
+    def cut(self, length: int) -> None:
+        self.settle()
+        super().cut(length)

@@ -14,7 +14,8 @@ from pathlib import Path
 from drafthead.core.trees.guesses import GuessTree
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import TREE_SIZES, free_budgets
-from drafthead.infer.drafters.lookup import History, Lookup, MatchRecord
+from drafthead.infer.drafters.history import History, MatchRecord
+from drafthead.infer.drafters.lookup import Lookup
 from drafthead.infer.drafters.ngram_table import NgramTable, Record
 
 LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too little

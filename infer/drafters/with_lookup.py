@@ -18,15 +18,13 @@ the table are not accepted. See `TableUse`.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Self
 
 import torch
 
 from drafthead.core.coupling import Choice, NextDraws
-from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, OnDevice, wanting
-from drafthead.core.host import to_device, to_host
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, wanting
+from drafthead.core.host import to_host
 from drafthead.core.sampling import Sampling
-from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import Guesses, GuessTree, token_tree
 from drafthead.core.trees.recipe import Proposal, known, only
@@ -34,8 +32,9 @@ from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
 from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
-from drafthead.infer.drafters import lookup_on_device as on_device
+from drafthead.infer.drafters.history import History
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
+from drafthead.infer.drafters.lookup_on_device import Functions, LateSession
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import (
     DEPTH,
@@ -105,7 +104,7 @@ class WithLookup(Drafter):
         self.all.matches = self.lookup.matches  # both learn from the same text
         self.names = *drafter.names, *self.all.names
         self.budgets = (*free_budgets(most), *drafter.budgets)
-        self.on_device = False
+        self.functions: Functions | None = None  # of drafts on the device
 
     def __repr__(self) -> str:
         return f"{self.drafter} with {self.all}"
@@ -115,15 +114,12 @@ class WithLookup(Drafter):
         stores = isinstance(self.all, StoreLookup)
         if target is None or not target.memory.is_recorded or stores:
             return  # what is stored is on the host
-        self.on_device = isinstance(self.drafter, HeadDrafter) and self.drafter.on_device
-        if self.on_device:
-            compile, functions = target.backend.compile, on_device
-            self.advanced = compile(functions.advanced, functions.ADVANCED, ())
-            self.with_chain = compile(functions.with_chain, functions.WITH_CHAIN, ())
+        if isinstance(self.drafter, HeadDrafter) and self.drafter.on_device:
+            self.functions = Functions.of(target)
             self.budgets = self.drafter.budgets  # free drafts would wait for tokens at each step
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        return (LookupOnDevice if self.on_device else WithLookupSession)(self, prompts, lengths)
+        return (LookupOnDevice if self.functions else WithLookupSession)(self, prompts, lengths)
 
 
 class WithLookupSession(DraftSession):
@@ -218,73 +214,34 @@ class WithLookupSession(DraftSession):
         return both
 
 
-class LookupOnDevice(WithLookupSession, OnDevice):
-    """A session where steps are recorded: no draft waits for the tokens of the step before it.
-
-    The host's histories learn late which matches were right, and what they know is brought to the
-    device when rows change.
-    """
+class LookupOnDevice(LateSession, WithLookupSession):
+    """A session where steps are recorded."""
 
     def __init__(self, drafter: WithLookup, prompts: torch.Tensor, lengths: torch.Tensor):
         super().__init__(drafter, prompts, lengths)
-        self.text: on_device.Text | None = None  # of the histories, and what is `unread`
-        self.logs: torch.Tensor | None = None  # [LONGEST] see `MatchRecord`
-        self.unread: list[Committed] = []  # by the host's histories
+        assert drafter.functions is not None
+        self.functions = drafter.functions
+
+    @property
+    def pasts(self) -> Sequence[History]:
+        return self.lookup.histories
+
+    def read(self, committed: Committed) -> None:
+        self.lookup.commit(committed)
 
     def commit(self, committed: Committed) -> None:
         self.session.commit(committed)
-        # Without features, whose memory is the next step's.
-        self.unread.append(replace(committed, features=Features(None), known_ends=None, cache=None))
-        if committed.late is None:
-            self.logs = None  # brought again with what has been learnt
-        while self.unread and (self.unread[0].late is None or self.unread[0].late.known):
-            self.lookup.commit(self.unread.pop(0))
-        longest = max(len(past.tokens) for past in self.lookup.histories)
-        longest += sum(each.tokens.shape[1] for each in self.unread)  # or less
-        fits = self.text is not None and longest < self.text.tokens.shape[1]
-        text = self.text if fits else None
-        self.text = text and self.drafter.advanced(text, committed.tokens, committed.lengths)
+        self.follow(committed)
 
     def settle(self) -> None:
-        """Let the histories read all that was committed; the device will have them again."""
-        while self.unread:
-            self.lookup.commit(self.unread.pop(0))
-        self.text = self.lookup.last = None  # rows may leave after a draft
+        super().settle()
+        self.lookup.last = None  # rows may leave after a draft
 
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
-        follows = sampling.greedy or isinstance(random, NextDraws)
-        histories = self.lookup.histories
-        compared = len(histories) * on_device.width_of(histories) * budget.nodes
-        by_row = self.wanted is not None
-        if budget.depth == 0 or not follows or compared > on_device.MOST_COMPARED or by_row:
-            self.settle()
+        if not self.is_late(budget, sampling, random):
             return super().propose(budget, sampling, random)
         tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
-        assert tree.scores is not None
-        device, lookup = tree.tokens.device, self.drafter.lookup
-        if self.text is None:
-            self.settle()
-            self.text = on_device.text_of(histories, device)
-        if self.logs is None:
-            self.logs = to_device(lookup.matches.logs, device, torch.float64)
-        form = tree.tokens, tree.parents, tree.ancestors, tree.scores.expand(tree.tokens.shape)
-        given = self.text, self.logs, *form, budget.nodes, LEAST_NGRAM
-        tokens, parents, depths, ancestors = self.drafter.with_chain(*given)
-        most = budget.nodes - 1
-        return TokenTree(tokens, parents, depths, ancestors, max_depth=most, width=most)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self.settle()
-        super().keep_rows(rows)
-
-    def join_rows(self, other: Self, order: Sequence[int]) -> None:
-        self.settle()
-        other.settle()
-        super().join_rows(other, order)
-
-    def cut(self, length: int) -> None:
-        self.settle()
-        super().cut(length)
+        return self.joined(tree, budget.nodes, self.drafter.lookup.matches, LEAST_NGRAM)
 
 
 def first_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -26,7 +26,7 @@ from drafthead.core.trees.recipe import (
     known,
     only,
 )
-from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.core.trees.tree import ROOT, Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
 from drafthead.infer.engine.prefill import padded, prefill
@@ -37,7 +37,6 @@ from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier, rule_of_r
 
 # Columns that the cache has at first for new tokens; it grows when an answer is longer.
 FIRST_ROOM = 512
-ROOT = TreeShape(())  # a tree that proposes nothing
 # Positions, which all rows pay for, by which a row that has ended may be longer than all others.
 IDLE_LEAD = 256
 # Called with the tree of a step, the pass over it, and what is committed.
@@ -213,6 +212,10 @@ class Stepper:
             recipe = proposal
         else:
             recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
+            if proposal is not None and self.target.memory.is_recorded:
+                # A root alone is left in its column, which may lie beyond the row's end where the
+                # step before was over a tree and the host does not know how long its path was.
+                recipe = recipe.padded(max(2, recipe.num_nodes))
         with self.run.stats.phase("verify"):
             verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
             launched = verify(recipe, self.cache, draws, self.run.sampling.whole)

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from drafthead.core.trees.guesses import GuessTree
 from drafthead.heads.growing.static import TREE_SIZES
-from drafthead.infer.drafters.lookup import History, Lookup, PromptLookup
+from drafthead.infer.drafters.history import History
+from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup
 from drafthead.lab.reports.report import Table, number, print_table

@@ -28,7 +28,7 @@ from drafthead.heads.formats.base import FORMATS, TargetFacts
 from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
-from drafthead.infer.drafters.lookup import LONGEST
+from drafthead.infer.drafters.history import LONGEST
 from drafthead.infer.drafters.store_lookup import load_table
 from drafthead.infer.loaded import DEFAULT_CHAIN, NamedDraft, named_draft
 from drafthead.lab.servers.vllm_lookup import FOLDER, LookupProposer

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.loading import vocabulary_of
-from drafthead.infer.drafters.lookup import History
+from drafthead.infer.drafters.history import History
 from drafthead.infer.drafters.store_lookup import LookupChains, load_table
 
 FOLDER = "drafthead_ngrams"  # of the table, a key of `--additional-config`

@@ -10,7 +10,8 @@ from drafthead.core.drafting.drafter import Committed
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.trees.tree import Budget
-from drafthead.infer.drafters.lookup import MAX_NGRAM, MEMORY, MatchRecord, PromptLookup
+from drafthead.infer.drafters.history import MAX_NGRAM, MEMORY, MatchRecord
+from drafthead.infer.drafters.lookup import PromptLookup
 
 
 @pytest.mark.parametrize(

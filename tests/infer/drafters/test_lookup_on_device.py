@@ -12,13 +12,8 @@ from drafthead.core.host import to_device
 from drafthead.core.trees.tree import PADDING, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.drafters import lookup_on_device
-from drafthead.infer.drafters.lookup import (
-    FIRST_SHARES,
-    LONGEST,
-    History,
-    MatchRecord,
-    PromptLookup,
-)
+from drafthead.infer.drafters.history import FIRST_SHARES, LONGEST, History, MatchRecord
+from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.lookup_on_device import Text, advanced, text_of, with_chain
 from drafthead.infer.drafters.with_lookup import merged
 from drafthead.infer.engine import stepper
@@ -132,7 +127,9 @@ def test_trees_have_the_nodes_that_the_host_would_take(seed: int) -> None:
 @pytest.mark.parametrize(
     "law", [{}, {"temperature": 0.9, "seed": [3, 4, 5]}], ids=["greedy", "drawn"]
 )
-@pytest.mark.parametrize("name", ["eagle3:own+lookup", "medusa:tree+lookup", "parallel:own+lookup"])
+@pytest.mark.parametrize(
+    "name", ["eagle3:own+lookup", "medusa:tree+lookup", "parallel:own+lookup", "prompt-lookup"]
+)
 def test_no_draft_waits_for_tokens_and_no_text_changes(
     name: str, law: dict, target, make_drafter, monkeypatch
 ) -> None:
@@ -144,7 +141,7 @@ def test_no_draft_waits_for_tokens_and_no_text_changes(
     )
     compiled, drafter = CompiledTarget(target), make_drafter(name, target)
     drafter.compile(compiled)
-    assert drafter.on_device and all(budget.depth for budget in drafter.budgets)
+    assert drafter.functions and all(budget.depth for budget in drafter.budgets)
     decoder, oracle = decoder_for(compiled, drafter, 8, compile=False), OracleDecoder(target)
     prompts = [[*range(20, 30), *range(20, 25 + n)] for n in range(2)] + random_prompts(1)
     for _ in range(2):
@@ -154,7 +151,11 @@ def test_no_draft_waits_for_tokens_and_no_text_changes(
     assert len(ahead) > 10
     with monkeypatch.context() as there:
         there.setattr(lookup_on_device, "MOST_COMPARED", 1)  # the host does it
-        assert decoder.generate(prompts, max_new_tokens=40, **law).sequences == expected
+        by_host = decoder.generate(prompts, max_new_tokens=40, **law)
+    assert by_host.sequences == expected
+    if name == "prompt-lookup":  # whose chains depend on nothing that was learnt meanwhile
+        assert by_host.stats.accept_lengths == found.stats.accept_lengths
+        assert max(map(max, found.stats.accept_lengths)) > 2
     limits, seeds = (30, 4, 17), law.get("seed", [0] * 3)
     requests = [ServeRequest(*each) for each in zip(prompts, range(3), limits, seeds, strict=True)]
     asked = {key: value for key, value in law.items() if key != "seed"}

@@ -15,7 +15,7 @@ from drafthead.core.trees.guesses import GuessTree, token_tree
 from drafthead.core.trees.tree import PADDING, ancestor_mask
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.infer import Decoder
-from drafthead.infer.drafters.lookup import MEMORY
+from drafthead.infer.drafters.history import MEMORY
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import LEVELS, Counted, Earlier, StoreLookup
 from drafthead.lab.reports.index import accepted, replayed, tokens_a_pass
