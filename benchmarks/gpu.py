@@ -32,12 +32,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from drafthead.backends.cuda import compiled_layers
 from drafthead.backends.cuda.recordings import Recording, Recordings
 from drafthead.core.backend import backend_for
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, OnDevice
 from drafthead.core.sampling import RowSampling, SamplingConfig, draw
 from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.masks import LayerKind
 from drafthead.core.target.target import Target
-from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget
+from drafthead.core.trees.tree import PADDING, UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
@@ -657,6 +659,7 @@ class Real:
         assert self.target.tokenizer is not None
         self.ids = encode([c.messages[:1] for c in chosen], self.target.tokenizer)
         self.plain_texts: dict[str, list[list[int]]] = {}
+        self.wide_texts: list[list[int]] = []  # of passes as wide as trees
 
     def raced(self, decoder: Decoder, is_plain: bool, **ask: Any) -> dict[str, Any]:
         """Figures of one way of decoding, after it has recorded and learnt what its steps take."""
@@ -673,17 +676,21 @@ class Real:
         key = json.dumps(ask)
         if is_plain:
             self.plain_texts[key] = answers
+        if isinstance(decoder.drafter, Blank):
+            self.wide_texts = answers
         stats = [result.stats for result in results]
         after_first = sum(sum(each.decoded_tokens) for each in stats)
+        others = {"plain": self.plain_texts.get(key), "16 nodes wide": self.wide_texts}
         return {
             "tokens_per_second": round(sum(map(len, answers)) / seconds, 1),
             "after_the_prompt": round(after_first / sum(each.decode_seconds for each in stats), 1),
             "prompt_ms": milliseconds(median(each.seconds["prefill"] for each in stats)),
             "tau": round(after_first / sum(len(each.accept_lengths[0]) for each in stats), 3),
             "nodes": round(sum(e.verified_nodes for e in stats) / sum(e.steps for e in stats), 1),
-            "answers unlike plain": sum(
-                a != b for a, b in zip(answers, self.plain_texts[key], strict=True)
-            ),
+        } | {
+            f"answers unlike {name}": sum(a != b for a, b in zip(answers, texts, strict=True))
+            for name, texts in others.items()
+            if texts and (name == "plain" or not ask)
         }
 
     def generated(self, count: int, **options: Any) -> dict[str, float]:
@@ -704,8 +711,8 @@ class Real:
 
 
 def real(bench: Bench) -> None:
-    """A real model with its head, on real prompts, compiled: trees of one size, planned, with
-    lookup, drawn; and which answers leave plain decoding's.
+    """A real model with its head, on real prompts, compiled: planned, with lookup, drawn, trees of
+    one size; and which answers leave those of plain passes, of one node and of as many as trees.
     """
     text = Real(bench)
     plain = Decoder.from_pretrained(text.target, compile=True)
@@ -713,12 +720,15 @@ def real(bench: Bench) -> None:
     bench.measure("plain", lambda: text.raced(plain, True))
     if bench.head is not None:
         head = Decoder.from_pretrained(plain.target, draft=bench.head, compile=True)
-        plans = head.plans
-        bench.measure("head, 16 nodes", lambda: text.raced(over_trees(bench, head, 16), False))
-        head.plans = plans
         bench.measure("head, planned", lambda: text.raced(head, False))
         both = Decoder.from_pretrained(plain.target, draft=[bench.head, "lookup"], compile=True)
         bench.measure("head + lookup, planned", lambda: text.raced(both, False))
+    # Which of the answers that leave plain decoding's do so by the number of rows of products?
+    wide = Blank(bench.size(16, 8))
+    bench.measure(
+        "plain, 16 nodes wide",
+        lambda: text.raced(Decoder(plain.target, wide, wide.budgets[0]), False),
+    )
     bench.measure("plain, T = 0.7", lambda: text.raced(plain, True, **drawn))
     if bench.head is not None:
         bench.measure("head, planned, T = 0.7", lambda: text.raced(head, False, **drawn))
@@ -726,15 +736,30 @@ def real(bench: Bench) -> None:
     bench.measure("lookup, planned", lambda: text.raced(lookup, False))
     bench.measure("generate", lambda: text.generated(bench.size(4, 1)))
     if bench.head is not None:
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        for backend in (plain.target.backend, head.drafter.backend):  # type: ignore[union-attr]
-            backend.forget()
-        bench.measure("plain, sums in float32", lambda: text.raced(plain, True))
-        bench.measure(
-            "head, 16 nodes, sums in float32",
-            lambda: text.raced(over_trees(bench, head, 16), False),
-        )
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        bench.measure("head, 16 nodes", lambda: text.raced(over_trees(bench, head, 16), False))
+
+
+class Blank(Drafter):
+    """Trees in which nothing but the root is a token: plain decoding by passes of so many nodes."""
+
+    features = FeatureSpec(layers=(), last=False)
+
+    def __init__(self, nodes: int):
+        self.budgets = (Budget(nodes, nodes - 1),)
+
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        return BlankSession()
+
+
+class BlankSession(OnDevice):
+    """A session that knows the root."""
+
+    def commit(self, committed: Committed) -> None:
+        self.roots = committed.ends.roots[:, None]
+
+    def propose(self, budget: Budget, sampling: Any, random: Any) -> TokenTree:
+        tokens = torch.nn.functional.pad(self.roots, (0, budget.nodes - 1), value=PADDING)
+        return TokenTree.from_shape(TreeShape.chain(budget.nodes - 1), tokens)
 
 
 def real_static(bench: Bench) -> None:

@@ -34,6 +34,8 @@ def test_every_phase_runs_and_writes_its_figures(tmp_path: Path) -> None:
     assert "grow" in draft[0] and "_step" in step[0] and draft[1]["ms"] > 0 < step[1]["ms"]
     assert files["build"]["build"]["choices"]["minutes"] == 15
     assert files["real"]["lookup, planned"]["answers unlike plain"] == 0
+    assert files["real"]["plain, 16 nodes wide"]["nodes"] == 8
+    assert files["real"]["lookup, planned"]["answers unlike 16 nodes wide"] == 0
 
 
 def test_what_time_is_left_for_is_measured_and_the_rest_is_named(tmp_path: Path) -> None:

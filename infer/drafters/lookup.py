@@ -7,7 +7,7 @@ looks into what the target has written before.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -63,7 +63,7 @@ class Lookup(Drafter):
 class LookupSession(DraftSession):
     """A session that knows its rows' histories, each with an index of n-grams."""
 
-    row_state = ("histories",)
+    row_state: ClassVar[tuple[str, ...]] = ("histories",)
     knows_prompt = False  # tokens of a prompt are not the target's
 
     def __init__(self, drafter: Lookup, first_tokens: Sequence[int]):
@@ -155,7 +155,7 @@ class PromptLookup(Lookup):
 class ChainsOnDevice(LateSession, LookupSession):
     """A session of prompt lookup where steps are recorded."""
 
-    row_state = *LookupSession.row_state, "roots"
+    row_state: ClassVar[tuple[str, ...]] = (*LookupSession.row_state, "roots")
     drafter: PromptLookup
     roots: torch.Tensor  # [B]
 
