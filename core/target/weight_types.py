@@ -58,8 +58,8 @@ def wrongly_read(
 ) -> str | None:
     """Why the weights of a loaded model are not those of its files; None where nothing is known.
 
-    `unread` are names of tensors of the files. Those of modules that the model has, such as the
-    scales of a matrix, change what it computes. `missing` are weights that no file has.
+    `unread` are names of tensors of the files. The ones of modules that the model has, such as the
+    scales of a matrix, would change what it computes. `missing` are weights that no file has.
     """
     config = model.config
     settings = getattr(config, "quantization_config", None)

@@ -196,7 +196,7 @@ class Functions(NamedTuple):
 
     @classmethod
     def of(cls, target: Target) -> "Functions | None":
-        """Those for drafts for a target; None where its steps are not recorded."""
+        """The functions of drafts for a target; None where its steps are not recorded."""
         if not target.memory.is_recorded:
             return None
         compile = target.backend.compile
