@@ -1,6 +1,7 @@
 """An OpenAI-compatible server of completions in this process, as far as distillation needs one."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler
 from threading import Lock
 
 import local_server
+import torch
 from local_server import Quiet
 
 from drafthead.infer import Decoder
@@ -24,6 +26,10 @@ class Completions:
     key: str | None = None  # that a request must bring
     # Statuses of the first requests for completions; 0 closes the connection.
     failures: list[int] = field(default_factory=list)
+    is_gone: bool = False  # every connection is closed
+    most: int = 0  # requests for completions that were there at the same time
+    there: int = 0
+    seconds: float = 0.0  # that an answer takes at least, beside those of others
     retry_after: str = ""  # which an answer that is a failure asks for
     bodies: list[dict] = field(default_factory=list)  # of all requests for completions
     url: str = ""
@@ -42,6 +48,9 @@ class Completions:
         return self.complete(body)
 
     def complete(self, body: dict) -> dict:
+        if body.get("echo"):
+            return {"choices": [self.echoed(body["prompt"])]}
+        time.sleep(self.seconds)
         with self.lock:
             result = self.decoder.generate(
                 [body["prompt"]],
@@ -62,6 +71,15 @@ class Completions:
             choice["prompt_token_ids"] = body["prompt"]
         return {"choices": [choice]}
 
+    def echoed(self, prompt: list[int]) -> dict:
+        """A prompt with its log-probabilities."""
+        ids = torch.tensor([prompt])
+        with self.lock, torch.no_grad():
+            found = self.decoder.target.model(ids).logits.float().log_softmax(-1)
+        of_next = found[0, :-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return {"text": "", "finish_reason": "length",
+                "logprobs": {"token_logprobs": [None, *of_next, -1.0]}}  # fmt: skip
+
 
 @contextmanager
 def serving(completions: Completions) -> Iterator[str]:
@@ -74,6 +92,8 @@ def serving(completions: Completions) -> Iterator[str]:
             self.send(status, text.encode(), **{"Retry-After": wait} if wait else {})
 
         def do_GET(self) -> None:
+            if completions.is_gone:
+                return
             shown = completions.shown(self.path)
             self.send_json(*((404, {"detail": "Not Found"}) if shown is None else (200, shown)))
 
@@ -82,11 +102,21 @@ def serving(completions: Completions) -> Iterator[str]:
             with completions.lock:
                 completions.bodies.append(body)
                 status = completions.failures.pop(0) if completions.failures else 200
+                status = 0 if completions.is_gone else status
+                completions.there += 1
+                completions.most = max(completions.most, completions.there)
             wanted = completions.key and f"Bearer {completions.key}"
             if wanted and self.headers.get("Authorization") != wanted:
                 status = 401
+            try:
+                answer = completions.answered(self.path, body) if status == 200 else {}
+            finally:
+                with completions.lock:
+                    completions.there -= 1
+            if completions.is_gone:  # while it answered
+                return
             if status == 200:
-                self.send_json(200, completions.answered(self.path, body))
+                self.send_json(200, answer)
             elif status:
                 self.send_json(status, {"error": {"message": f"planted {status}"}})
 

@@ -17,7 +17,7 @@ from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
-from drafthead.train.distillation.distilled_file import DistilledFile, Shard
+from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.prompts.message_source import Message
 from drafthead.train.settings import DistillSettings, InventSettings
 
@@ -112,11 +112,9 @@ def distilled(
     output: Path,
     settings: DistillSettings = SETTINGS,
     overwrite: bool = False,
-    shard: Shard | None = None,
 ) -> DistillReport:
-    """Distil as the verb does; a shard into its own file."""
-    path = output if shard is None else shard.path(output)
-    with DistilledFile(path, settings, overwrite, shard) as file:
+    """Distil as the verb does."""
+    with DistilledFile(output, settings, overwrite) as file:
         return distill(DecoderSource(decoder), prompts, file)
 
 

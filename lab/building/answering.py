@@ -129,7 +129,7 @@ class Answering:
             self.choices.target, str(prompts), dtype=self.choices.dtype,
             max_new_tokens=self.choices.max_new_tokens, batch_size=self.rows,
         )  # fmt: skip
-        file = DistilledFile(output, settings, False, None)
+        file = DistilledFile(output, settings)
         file.check()
         rows = read_conversations(prompts, None, limit)
         with file:

@@ -23,7 +23,6 @@ from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.tree_sizes import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
-from drafthead.train.data.row_sources import files_of
 from drafthead.train.data.supervision import Rendering, special_ids
 from drafthead.train.data.token_table import token_table
 
@@ -219,7 +218,7 @@ def overlap(seen: Examination) -> Finding | None:
     settings = patient.provenance.get("settings")
     data = settings.get("data", {}) if isinstance(settings, dict) else {}
     sources = [*data["train"]] if isinstance(data.get("train"), dict) else [data.get("train")]
-    there = [source for source in sources if source and files_of(Path(source))]
+    there = [source for source in sources if source and Path(source).exists()]
     if not there:
         return None
     assert patient.target.tokenizer is not None

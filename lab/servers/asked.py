@@ -87,7 +87,7 @@ class AskedServer:
     ):
         self.connection, self.model = connection, model
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        connection.allow(AT_ONCE)
+        connection.be_patient()
 
     def complete(
         self, prompt: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0

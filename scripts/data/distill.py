@@ -13,7 +13,8 @@ from drafthead.train.settings import Answering, DistillSettings
 
 if TYPE_CHECKING:
     from drafthead.train.distillation.answer_source import AnswerSource
-    from drafthead.train.distillation.connection import Connection, ServedModel
+    from drafthead.train.distillation.server import ServerSource
+    from drafthead.train.distillation.windows import WindowSource
 
 
 @settings(kw_only=True)
@@ -48,23 +49,28 @@ class Where:
     ]
     compile: CompileSwitch = None
     server: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Let this OpenAI-compatible server answer. The API key is read from "
-            "OPENAI_API_KEY."
+            help="Let this OpenAI-compatible server answer. Repeat it for several servers of one "
+            "model. The API key is read from OPENAI_API_KEY."
         ),
     ] = None
     server_model: Annotated[
         str | None,
         typer.Option(help="Name of the model on the server, if it serves several."),
     ] = None
-    shard: Annotated[
+    ray: Annotated[
         str | None,
         typer.Option(
-            help="Answer only this part of the prompts, such as 1/4, into its own file. Later "
-            "commands read all parts under the name in --output.",
-            metavar="NUMBER/COUNT",
+            help="Let a Ray cluster answer, with a copy of the model on each GPU or, where there "
+            "is none, on each --ray-cores cores. auto: the cluster of this machine, or all of "
+            "this machine.",
+            metavar="auto|ADDRESS",
         ),
+    ] = None
+    ray_cores: Annotated[
+        AtLeastOne | None,
+        Field(description="Cores of each copy. Default: those of the smallest machine."),
     ] = None
     overwrite: options.Overwrite = False
 
@@ -77,63 +83,65 @@ def main(*, model: options.Model, asked: Asked, answered: Answering, where: Wher
     from drafthead.train.data.left_out import LeftOut
     from drafthead.train.distillation.answers import distill
     from drafthead.train.distillation.dialogue import sampled, with_system
-    from drafthead.train.distillation.distilled_file import DistilledFile, Shard
+    from drafthead.train.distillation.distilled_file import DistilledFile
     from drafthead.train.jobs.outputs import full_disk_named
 
-    part = None if where.shard is None else Shard.parse(where.shard)
-    served = served_model(model, where)
+    refuse_unheeded(model, where)
+    served = from_servers(model, where) if where.server else None
     settings = DistillSettings(
         model.target, asked.prompts, asked.prompt_column, model.dtype, system_text(asked.system),
-        asked.template_arguments, served[1].name if served else None, **vars(answered),
+        asked.template_arguments, served.model.name if served else None, **vars(answered),
     )  # fmt: skip
-    path = Path(where.output) if part is None else part.path(Path(where.output))
-    file = DistilledFile(path, settings, where.overwrite, part)
+    path = Path(where.output)
+    file = DistilledFile(path, settings, where.overwrite)
     file.check()  # before much is read
     left_out = LeftOut(asked.strict)
     rows = read_conversations(asked.prompts, asked.prompt_column, asked.limit, left_out)
     rows = sampled(with_system(rows, settings.system), asked.samples, answered.temperature)
     with full_disk_named(path), file:
-        source = source_of(served, model, where.compile)
+        source = served or source_of(model, where)
         check_template_arguments(source.tokenizer, settings.template_arguments)
         print_report(distill(source, rows, file, left_out), path)
 
 
-def served_model(model: options.Model, where: Where) -> "tuple[Connection, ServedModel] | None":
-    """The server that answers, and the model there; None without a server.
-
-    Raises UserError for options that a server would not heed, if nothing answers, and if no such
-    model is there.
-    """
-    from drafthead.train.distillation.connection import Connection, find_model
-
-    if where.server is None:
-        if where.server_model is not None:
-            raise UserError("--server-model names a model on a server: give --server too")
-        return None
-    local = {
-        "--dtype": model.dtype != "auto", "--device": model.device != "auto",
-        "--compile": where.compile,
-    }  # fmt: skip
-    options.refuse(local, "with --server the answers are made elsewhere")
-    connection = Connection(where.server)
-    return connection, find_model(connection, where.server_model, model.target)
+def refuse_unheeded(model: options.Model, where: Where) -> None:
+    """Raise UserError for options that have no meaning beside the others."""
+    if where.server is None and where.server_model is not None:
+        raise UserError("--server-model names a model on a server: give --server too")
+    if where.ray is None and where.ray_cores is not None:
+        raise UserError("--ray-cores is for copies of the model in a cluster: give --ray too")
+    if where.server is not None:
+        local = {
+            "--dtype": model.dtype != "auto", "--device": model.device != "auto",
+            "--compile": where.compile, "--ray": where.ray,
+        }  # fmt: skip
+        options.refuse(local, "with --server the answers are made elsewhere")
 
 
-def source_of(
-    served: "tuple[Connection, ServedModel] | None", model: options.Model, compile: bool | None
-) -> "AnswerSource":
-    """Who answers."""
+def from_servers(model: options.Model, where: Where) -> "ServerSource":
+    """The model on servers; raises UserError if none is there, and if two serve other models."""
     from drafthead.core.target.any_target import tokenizer_named
-    from drafthead.infer import Decoder
-    from drafthead.train.distillation.answer_source import DecoderSource
     from drafthead.train.distillation.connection import stored_end_ids, stored_penalty
     from drafthead.train.distillation.server import ServerSource
+    from drafthead.train.distillation.server_pool import Server
 
-    if served is None:
-        return DecoderSource(Decoder.from_pretrained(model.load(), compile=compile))
     tokenizer = tokenizer_named(model.target)
+    servers = [Server(url, where.server_model, model.target) for url in where.server or ()]
     ends, penalty = stored_end_ids(model.target, tokenizer), stored_penalty(model.target)
-    return ServerSource(*served, tokenizer, ends, penalty)
+    return ServerSource(servers, tokenizer, ends, penalty)
+
+
+def source_of(model: options.Model, where: Where) -> "AnswerSource | WindowSource":
+    """The model in this process, or copies of it in a cluster."""
+    if where.ray is None:
+        from drafthead.infer import Decoder
+        from drafthead.train.distillation.answer_source import DecoderSource
+
+        return DecoderSource(Decoder.from_pretrained(model.load(), compile=where.compile))
+    from drafthead.train.distillation.ray_actors import Loading, RayActors
+
+    loading = Loading(model.target, model.dtype, model.device, where.compile)
+    return RayActors(where.ray, loading, where.ray_cores)
 
 
 def system_text(given: str | None) -> str | None:

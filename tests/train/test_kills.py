@@ -27,7 +27,6 @@ from runs import evaluations, run, write_inputs, write_run
 
 from drafthead.core.errors import UserError
 from drafthead.train.distillation import answers
-from drafthead.train.distillation.distilled_file import Shard
 from drafthead.train.jobs.outputs import lock_path, only_writer
 from drafthead.train.prompts import invention
 
@@ -37,7 +36,6 @@ UNFINISHED = 4  # lines at most, of a batch or after the last state
 PAUSE = 0.005  # seconds a batch of what makes its answers up
 BATCHES = replace(SETTINGS, batch_size=3)
 CUT_LEFT_OUT = replace(BATCHES, drop_cut=True, max_new_tokens=8)
-PART = Shard(2, 2)
 # Two stages, an average, features as bytes of some rows, and a state after every second step.
 TRAINING = {
     "max_steps": 20, "save_every": 2, "eval_every": 5, "ema": 0.9, "on_policy": True,
@@ -91,15 +89,14 @@ def training(family: str, on_full_disk: tuple[object, str] | None = None) -> Wri
     return Writer(write, "run", "run/metrics.jsonl", on_full_disk)
 
 
-def distilling(decoder: type, settings: object, shard: Shard | None = None) -> Writer:
+def distilling(decoder: type, settings: object) -> Writer:
     """Answers of a decoder that makes them up."""
-    output = "answers.jsonl" if shard is None else shard.path(Path("answers.jsonl")).name
 
     def write(folder: Path) -> object:
         made = decoder(delay=PAUSE)
-        return distilled(made, asked(60), folder / "answers.jsonl", settings, shard=shard)
+        return distilled(made, asked(60), folder / "answers.jsonl", settings)
 
-    return Writer(write, output, is_torn=True)
+    return Writer(write, "answers.jsonl", is_torn=True)
 
 
 def invented(folder: Path) -> object:
@@ -110,7 +107,6 @@ def invented(folder: Path) -> object:
 WRITERS = {
     "answers that depend on their batch": distilling(RoundedByBatch, BATCHES),
     "cut answers that are left out": distilling(SomeCut, CUT_LEFT_OUT),
-    "a shard of answers": distilling(RoundedByBatch, BATCHES, PART),
     "invented prompts": Writer(invented, "prompts.jsonl", "", (invention, "row_of")),
     "a head": training("medusa", (torch, "save")),
     "a draft model": training("draft_model"),

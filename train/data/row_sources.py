@@ -1,13 +1,8 @@
-"""Rows of JSON lines, JSON, Parquet, folders and `datasets` names, one at a time.
-
-`distill --shard 2/4 --output answers.jsonl` writes `answers.2-of-4.jsonl`. Where `answers.jsonl`
-is not there, its name means all of its shards.
-"""
+"""Rows of JSON lines, JSON, Parquet, folders and `datasets` names, one at a time."""
 
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +16,8 @@ from pyarrow import parquet
 
 from drafthead.core.errors import UserError, first_line
 from drafthead.train.data.left_out import UnusableRowError
-from drafthead.train.jobs.outputs import read_manifest
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-OF_ONE = {"shard", "dropped", "complete"}  # keys in which manifests of shards may differ
-COPY = "copy it from where the shard was written"
 
 
 @dataclass(frozen=True)
@@ -56,16 +48,15 @@ class Row:
 
 
 def rows_of(source: str) -> Iterator[Row]:
-    """Rows of a file or its shards, of a folder or of a hub data set.
+    """Rows of a file, of a folder or of a hub data set.
 
     Raises UserError for a source that cannot be read; a row that cannot be is given as such.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         yield from _folder_rows(path)
-    elif files := files_of(path):
-        for file in files:
-            yield from _file_rows(file)
+    elif path.exists():
+        yield from _file_rows(path)
     elif not _may_be_hub(source):
         raise UserError(f"{source} does not exist: check the path")
     else:
@@ -78,69 +69,15 @@ def source_digest(source: str) -> str:
     Raises UserError as `rows_of` does.
     """
     path = Path(source).expanduser()
-    files = sorted(path.rglob("*")) if path.is_dir() else files_of(path)
-    if not files and not path.exists():
+    if not path.exists():
         return HubData.named(source).digest if _may_be_hub(source) else source
     digest = hashlib.sha256()
-    for file in files:
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             with file.open("rb") as content:
                 digest.update(f"{os.path.relpath(file, path)} ".encode(errors="surrogatepass"))
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-def files_of(path: Path) -> list[Path]:
-    """A file, or the shards with rows of one that is not there; none where there are neither."""
-    return [path] if path.exists() else [each for each in shards_of(path) if each.stat().st_size]
-
-
-def shard_path(output: Path, number: int, count: int) -> Path:
-    """The file of a shard: `answers.2-of-4.jsonl` of `answers.jsonl`."""
-    return output.with_name(f"{output.stem}.{number}-of-{count}{output.suffix}")
-
-
-def shards_of(output: Path) -> list[Path]:
-    """The files of all shards of an output, in order; none where there is no shard.
-
-    Raises UserError, with the names of the files, if a shard is missing, is not complete, was
-    written under another name or with other settings, and if there are those of two splits.
-    """
-    name = re.compile(rf"{re.escape(output.stem)}\.(\d+)-of-(\d+){re.escape(output.suffix)}")
-    folder = output.parent
-    matches = map(name.fullmatch, (p.name for p in folder.iterdir()) if folder.is_dir() else ())
-    counts = sorted({int(found[2]) for found in matches if found})
-    if len(counts) > 1:
-        raise UserError(
-            f"beside {output} are shards of {counts[0]} and of {counts[1]} parts: remove those "
-            "that do not belong to it"
-        )
-    paths = [shard_path(output, n, count) for count in counts for n in range(1, count + 1)]
-    if missing := [path.name for path in paths if not path.exists()]:
-        raise UserError(f"shards of {output} are missing: {', '.join(missing)}")
-    _check_alike(paths)
-    return paths
-
-
-def _check_alike(paths: list[Path]) -> None:
-    """Raise UserError unless all files are complete shards of one distillation."""
-    manifests = [read_manifest(path, COPY) for path in paths]
-    for number, (path, manifest) in enumerate(zip(paths, manifests, strict=True), start=1):
-        shard, first = f"{number}/{len(paths)}", manifests[0]
-        if manifest.get("shard") != shard:
-            raise UserError(
-                f"{path} was written as shard {manifest.get('shard')}, not {shard}: give each "
-                "shard the name that it was written under"
-            )
-        if not manifest.get("complete"):
-            raise UserError(f"{path} is not complete: run its distill command again")
-        for key in first | manifest:  # in the order in which they were written
-            one, other = first.get(key), manifest.get(key)
-            if key not in OF_ONE and one != other:
-                raise UserError(
-                    f"{paths[0]} was written with {key} {one!r}, {path} with {other!r}: distil all "
-                    "shards with the same settings, prompts and target"
-                )
 
 
 def _may_be_hub(source: str) -> bool:

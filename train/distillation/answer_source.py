@@ -30,8 +30,8 @@ class EncodedAnswer(Answer):
     """An answer that came as text alone: its ids were encoded again, and may be other ones."""
 
 
-class AnswerSource(Protocol):
-    """A target that answers prompts."""
+class Answering(Protocol):
+    """A target whose answers are wanted."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
@@ -40,6 +40,14 @@ class AnswerSource(Protocol):
 
     def weights(self) -> str | None:
         """The `weights_fingerprint` of the target; None where it cannot be seen."""
+
+
+class AnswerSource(Answering, Protocol):
+    """A target that answers one question after the other."""
+
+    @property
+    def ahead(self) -> int:
+        """Questions that should wait; with 0 a window begins when the one before is whole."""
 
     def answers(self, questions: Questions, settings: DistillSettings) -> Iterator[Answer]:
         """The answers in any order, `settings.batch_size` at a time, until None is in the queue.
@@ -50,6 +58,8 @@ class AnswerSource(Protocol):
 
 class DecoderSource:
     """A target in this process."""
+
+    ahead = 0  # answers may be rounded by their batch, which a run that resumes has again
 
     def __init__(self, decoder: Decoder):
         """Raises UserError for a target without a tokenizer."""

@@ -1,16 +1,14 @@
 """The target's own answers to prompts: the data that draft heads learn best from.
 
 Each row's seed follows from its id, and the windows from the list of prompts. In a window, prompts
-take the places of answers that have ended, and its rows are written together. So a run that was
-killed at any moment continues with the window in which it stopped, and writes the rows that it
-would have written, even where a target rounds by batch.
+take the places of answers that have ended, and its rows are written together, windows in order. So
+a run that was killed at any moment continues with the first window that is not written, and writes
+the rows that it would have written, even where a target rounds by batch, and whoever answers.
 """
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Queue
 from typing import Any
 
 from drafthead.core.errors import UserError
@@ -22,12 +20,10 @@ from drafthead.train.data.supervision import (
     refuse_missing_tokens,
     unread_by_template,
 )
-from drafthead.train.distillation.answer_source import AnswerSource, Questions
+from drafthead.train.distillation.answer_source import Answering, AnswerSource
 from drafthead.train.distillation.dialogue import Dialogue, Job, question_of, user_turns
-from drafthead.train.distillation.distilled_file import (
-    AnswerStatistics,
-    DistilledFile,
-)
+from drafthead.train.distillation.distilled_file import AnswerStatistics, DistilledFile
+from drafthead.train.distillation.windows import WindowSource, answered
 from drafthead.train.jobs.console import AnswerBar
 from drafthead.train.settings import DistillSettings
 
@@ -50,16 +46,8 @@ class DistillReport:
     statistics: AnswerStatistics  # of the whole file
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Rows that are answered and written together."""
-
-    number: int  # that its rows bear as `batch`
-    jobs: list[Job]
-
-
 def distill(
-    source: AnswerSource,
+    source: AnswerSource | WindowSource,
     conversations: Sequence[Conversation],
     file: DistilledFile,
     left_out: LeftOut | None = None,
@@ -69,10 +57,9 @@ def distill(
     Each conversation becomes one JSON row: id, messages (each answer with `finished`: False if it
     was cut before its EOS), tokens, settings, source, and the ids of each prompt and answer. Turns
     are answered in order, later ones after the target's own earlier answers. Rows come longest
-    prompt first, not in the source's order. Rows already in the file stay as they are. A shard
-    answers its windows of all conversations, which must stay the same. Rows that cannot be asked
-    are added to `left_out`, which is logged. Raises UserError for rows that were asked something
-    else, and if no prompt can be asked or fits into the context.
+    prompt first, not in the source's order. Rows already in the file stay as they are. Rows that
+    cannot be asked are added to `left_out`, which is logged. Raises UserError for rows that were
+    asked something else, and if no prompt can be asked or fits into the context.
     """
     settings = file.settings
     left_out = left_out or LeftOut(rows=len(conversations))
@@ -81,7 +68,9 @@ def distill(
     file.resume()
     _refuse_changed(conversations, file)
     before = len(file.written.questions)
-    jobs, too_long = _jobs(source, _to_plan(conversations, file), settings, left_out)
+    known = file.written.questions.keys() | file.written.dropped.keys()
+    missing = [one for one in conversations if one.id not in known]
+    jobs, too_long = _jobs(source, missing, settings, left_out)
     left_out.tell(settings.prompts)
     if not (jobs or too_long or file.written.questions) and left_out.problems:
         raise UserError(f"no row can be used; the first: {left_out.problems[0]}")
@@ -90,17 +79,15 @@ def distill(
             f"all {len(too_long)} prompts are longer than the context of {source.max_length} "
             f"tokens of {settings.target}: use shorter prompts or another target"
         )
-    windows = _windows(jobs, file, len(too_long))
-    _log_budget([job for window in windows for job in window.jobs], len(conversations), settings)
+    _log_budget(jobs, len(conversations), settings)
     already = sum(one.id in file.written.questions for one in conversations)
     shortened: list[str] = []
-    with AnswerBar(sum(len(job.turns) for window in windows for job in window.jobs)) as bar:
-        for window in windows:
-            dialogues = [Dialogue(job, settings) for job in window.jobs]
-            _answer_all(source, dialogues, settings, bar)
-            _write(dialogues, window.number, file, common)
+    size, begun = settings.batch_size * WINDOW, max(file.written.batches, default=-1) + 1
+    windows = [jobs[first : first + size] for first in range(0, len(jobs), size)]
+    with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
+        for number, dialogues in enumerate(answered(source, windows, settings, bar.count), begun):
+            _write(dialogues, number, file, common)
             shortened += [d.conversation.id for d in dialogues if d.is_shortened]
-        file.finish()
         return DistillReport(
             already,
             len(file.written.questions) - before,
@@ -113,7 +100,7 @@ def distill(
         )
 
 
-def _agree(source: AnswerSource, file: DistilledFile) -> dict[str, Any]:
+def _agree(source: Answering, file: DistilledFile) -> dict[str, Any]:
     """What all rows say of the target; UserError if it is no longer that of the file's rows."""
     vocabulary = {VOCABULARY_COLUMN: vocabulary_of(source.tokenizer)}
     weights = source.weights()
@@ -135,16 +122,8 @@ def _refuse_changed(conversations: Sequence[Conversation], file: DistilledFile) 
             )
 
 
-def _to_plan(conversations: Sequence[Conversation], file: DistilledFile) -> list[Conversation]:
-    """The conversations that windows are made of: those without a row, and for a shard all."""
-    if file.shard is not None:
-        return list(conversations)
-    known = file.written.questions.keys() | file.written.dropped.keys()
-    return [conversation for conversation in conversations if conversation.id not in known]
-
-
 def _jobs(
-    source: AnswerSource,
+    source: Answering,
     conversations: list[Conversation],
     settings: DistillSettings,
     left_out: LeftOut,
@@ -176,28 +155,6 @@ def _jobs(
     return jobs, too_long
 
 
-def _windows(jobs: list[Job], file: DistilledFile, too_long: int) -> list[_Window]:
-    """The windows that are to be answered. A shard has some of all, less what it has answered.
-
-    Raises UserError for a shard that was started with other conversations.
-    """
-    size = file.settings.batch_size * WINDOW
-    parts = [jobs[first : first + size] for first in range(0, len(jobs), size)]
-    if file.shard is None:
-        number = max(file.written.batches, default=-1) + 1
-        return [_Window(number + index, part) for index, part in enumerate(parts)]
-    digest = hashlib.blake2b(digest_size=8)
-    for job in jobs:
-        digest.update(f"{job.conversation.id}\n{job.question}\n".encode())
-    plan = {"windows": len(parts), "too_long": too_long, "digest": digest.hexdigest()}
-    file.agree("plan", plan, "the prompts")
-    return [
-        _Window(number, part)
-        for number, part in enumerate(parts)
-        if file.shard.owns(number) and number not in file.written.batches
-    ]
-
-
 def _log_budget(jobs: list[Job], rows: int, settings: DistillSettings) -> None:
     answers = sum(len(job.turns) for job in jobs)
     longest = max((job.prompt_length for job in jobs), default=0)
@@ -211,27 +168,6 @@ def _log_budget(jobs: list[Job], rows: int, settings: DistillSettings) -> None:
         longest,
         settings.batch_size,
     )
-
-
-def _answer_all(
-    source: AnswerSource, dialogues: list[Dialogue], settings: DistillSettings, bar: AnswerBar
-) -> None:
-    """Answer all turns of these dialogues, later ones after earlier ones."""
-    questions: Questions = Queue()
-    for number, dialogue in enumerate(dialogues):
-        questions.put(dialogue.request(number, source))
-    left = len(dialogues)
-    for answer in source.answers(questions, settings):
-        assert isinstance(answer.id, int)
-        dialogue = dialogues[answer.id]
-        if answer.error is not None:
-            raise UserError(f"{dialogue.conversation.where}: {answer.error}")
-        dialogue.take(answer, source)
-        bar.count(len(answer.tokens), 1)
-        following = dialogue.request(answer.id, source)
-        left -= following is None
-        if following is not None or not left:  # None: no more requests come
-            questions.put(following)
 
 
 def _write(

@@ -1,19 +1,17 @@
-"""A model on an OpenAI-compatible server: requests to it, sent again while it is busy or away."""
+"""A model on an OpenAI-compatible server, and requests to it."""
 
 import logging
-import math
 import os
-import time
+import socket
 from dataclasses import dataclass
 from json import JSONDecodeError
-from threading import Event
 from typing import Any, cast
 
 import requests
 from requests.adapters import HTTPAdapter
 from requests.exceptions import InvalidSchema, InvalidURL, MissingSchema
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
-from urllib3 import BaseHTTPResponse, Retry
+from urllib3 import PoolManager, Retry
 from urllib3.exceptions import InvalidHeader
 
 from drafthead.core.errors import UserError
@@ -24,7 +22,8 @@ from drafthead.infer.request.stopping import token_ids
 logger = logging.getLogger(__name__)
 
 AGAIN = (408, 429, 500, 502, 503, 504)  # statuses that may be gone soon
-TIMES, BACKOFF, MOST = 8, 1.0, 60  # requests are sent again; seconds: see urllib3's Retry
+TIMES, BACKOFF, MOST = 8, 1.0, 60.0  # until a server counts as gone; seconds between, doubled
+MOST_AT_ONCE = 1024  # requests to one server
 SECONDS = (10, 3600)  # to connect, and for an answer: a busy server lets requests wait
 KEY = "OPENAI_API_KEY"
 
@@ -33,37 +32,27 @@ class RefusedRequestError(UserError):
     """A request that the server can never answer."""
 
 
-class Patience(Retry):
-    """Sends requests again for about three minutes, or when the server asks for it."""
+class AwayError(UserError):
+    """No answer now; another server has one, or this one later."""
 
-    warned = -math.inf  # when the log last said so: many requests find out at the same time
-    closed: Event  # once nobody waits for answers any more
+    def __init__(self, sentence: str, reason: str, seconds: float | None = None):
+        """`reason` in few words; `seconds` that the server asks to wait, where it does."""
+        super().__init__(sentence)
+        self.reason, self.seconds = reason, seconds
 
-    def new(self, **changes: Any) -> "Patience":
-        """The patience that is left for the next time."""
-        left = super().new(**changes)
-        left.closed = self.closed
-        return left
 
-    def sleep(self, response: BaseHTTPResponse | None = None) -> None:
-        """Wait as urllib3 does, until nobody waits for the answer; a warning once a minute.
+class KeptAlive(HTTPAdapter):
+    """Connections that notice within a minute that a machine is gone."""
 
-        Raises UserError when nobody does.
-        """
-        if time.monotonic() > Patience.warned + 60:
-            Patience.warned = time.monotonic()
-            last = self.history[-1]
-            reason = f"status {last.status}" if last.error is None else reason_of(last.error)
-            logger.warning("%s is busy or away (%s); trying for some minutes", last.url, reason)
-        if self.closed.wait(self._asked_for(response) or self.get_backoff_time()):
-            raise UserError(f"the answer of {self.history[-1].url} is no longer wanted")
-
-    def _asked_for(self, response: BaseHTTPResponse | None) -> float | None:
-        """The seconds, or those until a date, that a server asks for; None if it does not say."""
-        try:
-            return None if response is None else self.get_retry_after(response)
-        except InvalidHeader:
-            return None
+    def init_poolmanager(self, connections: int, maxsize: int, block: bool = False) -> None:  # type: ignore[override]
+        probes = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+        options = [
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            *((socket.IPPROTO_TCP, name, value) for name, value in probes),
+        ]
+        self.poolmanager = PoolManager(
+            connections, maxsize=maxsize, block=block, socket_options=options
+        )
 
 
 class Connection:
@@ -73,35 +62,31 @@ class Connection:
         """`url` with or without /v1 at its end. Nothing is sent yet."""
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.session = requests.Session()
-        self.closed = Event()  # of the completions that `allow` prepared last
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, KeptAlive(pool_maxsize=MOST_AT_ONCE))
         if key := os.environ.get(KEY):
             self.session.headers["Authorization"] = f"Bearer {key}"
+
+    def be_patient(self) -> None:
+        """Send each request again for about three minutes, or when the server asks for it."""
         # Of each request that is sent again.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-
-    def allow(self, at_once: int) -> None:
-        """Prepare for so many completions at a time, and send them again as `Patience` does.
-
-        Until `closed` is set: then those that wait to be sent again end.
-        """
-        patience = Patience(
+        patience = Retry(
             TIMES,
             allowed_methods=None,
             status_forcelist=AGAIN,
             backoff_factor=BACKOFF,
-            backoff_jitter=5 * BACKOFF,  # not all of them at the same moment
             backoff_max=MOST,
-            retry_after_max=MOST,
+            retry_after_max=int(MOST),
             raise_on_status=False,
         )
-        self.closed = patience.closed = Event()
-        adapter = HTTPAdapter(pool_maxsize=at_once, max_retries=patience)
-        self.session.mount(f"{self.url}/completions", adapter)
+        self.session.mount(self.url, HTTPAdapter(max_retries=patience))
 
     def send(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object that the server answers to a GET, or to a POST of `body`.
 
-        Raises RefusedRequestError for a request that is wrong in itself, UserError for all else.
+        Raises RefusedRequestError for a request that is wrong in itself, AwayError where there is
+        no answer now, UserError for all else.
         """
         method, url = "GET" if body is None else "POST", f"{self.url}/{path}"
         try:
@@ -111,9 +96,9 @@ class Connection:
                 f"{self.url} is not the address of a server: write http://HOST:PORT"
             ) from error
         except requests.RequestException as error:
-            raise UserError(
-                f"no answer from {url} ({reason_of(error)}): start the server, or correct the "
-                "address"
+            reason = reason_of(error)
+            raise AwayError(
+                f"no answer from {url} ({reason}): start the server, or correct the address", reason
             ) from error
         if not response.ok:
             raise refusal(response)
@@ -134,8 +119,17 @@ def refusal(response: requests.Response) -> UserError:
     if status == 404:
         return UserError(f"{url} was not found ({message}): correct the address or --server-model")
     if status in AGAIN:
-        return UserError(f"{url} is busy ({status}: {message}): run the same command again later")
+        sentence = f"{url} is busy ({status}: {message}): run the same command again later"
+        return AwayError(sentence, f"status {status}", asked_for(response))
     return RefusedRequestError(f"{url} refuses the request ({status}: {message})")
+
+
+def asked_for(response: requests.Response) -> float | None:
+    """The seconds, or those until a date, that a server asks to wait; None if it does not say."""
+    try:
+        return Retry().parse_retry_after(response.headers.get("Retry-After", ""))
+    except InvalidHeader:
+        return None
 
 
 def reason_of(error: Exception) -> str:

@@ -4,24 +4,21 @@ A row's number `batch` is shared by all rows that were generated together, and t
 together. What a killed run left of a batch is dropped, so that the batches of the run that
 continues, and with them the roundings of every row, are those of a run that was never killed.
 
-Beside the file lies its manifest, a JSON file with the settings. Several processes may each write a
-shard, a file of its own; `train.data.row_sources` reads them as one.
+Beside the file lies its manifest, a JSON file with the settings.
 """
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import IDS_COLUMN
-from drafthead.train.data.row_sources import shard_path
 from drafthead.train.jobs.outputs import (
     REMEDY,
     lock_path,
@@ -34,36 +31,6 @@ from drafthead.train.settings import DistillSettings
 
 REASONS_COLUMN = "finish_reasons"  # of the answers of a row, in order
 FROM_TEXT_COLUMN = "ids_from_text"  # True where ids are those of a server's text
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One of `count` parts of a distillation, counted from 1."""
-
-    number: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The shard of "2/4"; raises UserError for anything else."""
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        shard = cls(*map(int, found.groups())) if found else None
-        if shard is None or not 1 <= shard.number <= shard.count:
-            raise UserError(
-                f"a shard is written NUMBER/COUNT, the first of four 1/4, the last 4/4; got {text}"
-            )
-        return shard
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    def owns(self, window: int) -> bool:
-        """Whether the window of this number, from 0, is this shard's: they are dealt in turn."""
-        return window % self.count == self.number - 1
-
-    def path(self, output: Path) -> Path:
-        """The shard's own file beside `output`."""
-        return shard_path(output, self.number, self.count)
 
 
 def first_difference(
@@ -174,17 +141,11 @@ logger = logging.getLogger(__name__)
 
 
 class DistilledFile:
-    """The output of one distillation, or of one shard, which one process at a time may write."""
+    """The output of one distillation, which one process at a time may write."""
 
-    def __init__(
-        self,
-        path: Path,
-        settings: DistillSettings,
-        overwrite: bool = False,
-        shard: Shard | None = None,
-    ):
+    def __init__(self, path: Path, settings: DistillSettings, overwrite: bool = False):
         """Nothing is read before `check` or the `with` block, nothing written before `start`."""
-        self.path, self.settings, self.overwrite, self.shard = path, settings, overwrite, shard
+        self.path, self.settings, self.overwrite = path, settings, overwrite
         self.manifest: dict[str, Any] = {}
         self.written = Written()  # see `resume`
         self._open = ExitStack()
@@ -196,11 +157,6 @@ class DistilledFile:
         recorded = read_manifest(self.path)
         if difference := first_difference(recorded, asdict(self.settings)):
             raise other_settings(self.path, *difference)
-        shard = None if self.shard is None else str(self.shard)
-        if recorded.get("shard") != shard:
-            raise UserError(
-                f"{self.path} was begun as shard {recorded.get('shard')}, now {shard}: {REMEDY}"
-            )
         self.manifest = recorded
 
     def agree(self, name: str, value: object, what: str) -> None:
@@ -241,11 +197,7 @@ class DistilledFile:
             return
         self.path.unlink(missing_ok=True)
         self.manifest = asdict(self.settings)
-        if self.shard is not None:
-            self.manifest["shard"] = str(self.shard)
         self._save_manifest()
-        if self.shard is not None:
-            self.path.touch()  # a shard without a row is not one that is missing
 
     def resume(self) -> None:
         """Note what the file holds; a batch that is not complete is cut off.
@@ -253,8 +205,6 @@ class DistilledFile:
         Raises UserError as `read_written`.
         """
         self.written = written = read_written(self.path, self.manifest)
-        if self.manifest.pop("complete", False):
-            self._save_manifest()
         if self._begun() and written.end < self.path.stat().st_size:
             logger.info("%s: dropped the rows of a batch that is not complete", self.path)
             with self.path.open("r+b") as file:
@@ -263,12 +213,6 @@ class DistilledFile:
         if incomplete := [number for number in recorded if int(number) not in written.batches]:
             for number in incomplete:
                 del recorded[number]
-            self._save_manifest()
-
-    def finish(self) -> None:
-        """Record that a shard has all rows that are its own."""
-        if self.shard is not None:
-            self.manifest["complete"] = True
             self._save_manifest()
 
     def append(

@@ -1,12 +1,10 @@
-"""A target on an OpenAI-compatible server: prompts go there as token ids, and so answers come.
+"""A target on OpenAI-compatible servers: prompts go there as token ids, and so answers come.
 
 vLLM returns the ids of an answer on request (`return_token_ids`). Of another server's answer the
 text is encoded again, which may give other tokens; such answers are marked.
 """
 
-from collections.abc import Iterator
-from queue import Queue
-from threading import Thread
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -18,31 +16,38 @@ from drafthead.train.distillation.answer_source import EncodedAnswer, Questions,
 from drafthead.train.distillation.connection import (
     PENALTY,
     UNFILTERED,
-    Connection,
     RefusedRequestError,
-    ServedModel,
     choice_of,
 )
+from drafthead.train.distillation.server_pool import TEXT, Server, ServerPool
 from drafthead.train.settings import DistillSettings
 
 
 class ServerSource:
-    """A target on a server, of which only the tokenizer is here."""
+    """A target on one server or several, of which only the tokenizer is here."""
 
     vocab_size: int | None = None  # nobody can see it
 
     def __init__(
         self,
-        connection: Connection,
-        model: ServedModel,
+        servers: Sequence[Server],
         tokenizer: PreTrainedTokenizerBase,
         end_ids: frozenset[int],
         repetition_penalty: float = 1.0,
     ):
-        """The tokenizer, the end tokens and the penalty must be those of the model served."""
-        self.connection, self.model = connection, model
+        """The tokenizer, the end tokens and the penalty must be those of the model served.
+
+        Raises UserError if no server is there, and for servers of two models.
+        """
+        self.pool = ServerPool(servers, tokenizer(TEXT, verbose=False)["input_ids"])
+        self.model = self.pool.known.model
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        self.max_length, self.repetition_penalty = model.max_length, repetition_penalty
+        self.max_length, self.repetition_penalty = self.model.max_length, repetition_penalty
+
+    @property
+    def ahead(self) -> int:
+        """As many questions as the servers take together: none is to wait for the others."""
+        return self.pool.at_once
 
     def weights(self) -> None:
         """Nobody can see the weights of a server."""
@@ -50,38 +55,12 @@ class ServerSource:
 
     def answers(self, questions: Questions, settings: DistillSettings) -> Iterator[Answer]:
         """The answers, in the order in which they come."""
-        self.connection.allow(settings.batch_size)
-        given: Queue[Answer | Exception | None] = Queue()
-        closed = self.connection.closed
+        return self.pool.answers(questions, lambda one, asked: self.ask(one, asked, settings))
 
-        def work() -> None:
-            """Ask one question after the other, until there are no more."""
-            while (question := questions.get()) is not None and not closed.is_set():
-                assert isinstance(question, ServeRequest)
-                try:
-                    given.put(self.ask(question, settings))
-                except Exception as error:  # is raised where the answers are read
-                    given.put(error)
-            questions.put(None)  # for the others
-            given.put(None)
+    def ask(self, server: Server, question: ServeRequest, settings: DistillSettings) -> Answer:
+        """The answer of a server to one question, or why it cannot give it.
 
-        # Daemons: Ctrl-C need not wait for answers that are still on their way.
-        for _ in range(settings.batch_size):
-            Thread(target=work, daemon=True).start()
-        try:
-            for _ in range(settings.batch_size):
-                while (answer := given.get()) is not None:
-                    if isinstance(answer, Exception):
-                        raise answer
-                    yield answer
-        finally:
-            closed.set()
-            questions.put(None)
-
-    def ask(self, question: ServeRequest, settings: DistillSettings) -> Answer:
-        """The answer to one question, or why the server cannot give it.
-
-        Raises UserError when there is no answer at all.
+        Raises AwayError when there is no answer now, UserError for one that is none.
         """
         prompt, limit = cast(list[int], question.prompt), settings.max_new_tokens
         if self.max_length is not None:
@@ -100,45 +79,46 @@ class ServerSource:
             **UNFILTERED,
         }
         try:
-            content = self.connection.send("completions", body)
+            content = server.connection.send("completions", body)
         except RefusedRequestError as error:
             return Answer(question.id, error=str(error))
-        return self._read(question, prompt, content, settings)
+        return self._read(server.url, question, prompt, content, settings)
 
     def _read(
         self,
+        url: str,
         question: ServeRequest,
         prompt: list[int],
         content: dict[str, Any],
         settings: DistillSettings,
     ) -> Answer:
         """Return what the server has answered, as token ids, and ended where it repeats itself."""
-        choice = choice_of(content, self.connection.url)
+        choice = choice_of(content, url)
         text, ids = str(choice["text"]), choice.get("token_ids")
         kind = Answer if ids is not None else EncodedAnswer
         if ids is None:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         else:
-            self._check(choice, prompt, ids)
+            self._check(url, choice, prompt, ids)
         ids = list(ids)
         if choice["finish_reason"] == "stop" and not self.end_ids.intersection(ids[-1:]):
             ids += self._shown_end()
         if not ids:
-            raise UserError(f"{self.connection.url}/completions gave an answer without a token")
+            raise UserError(f"{url}/completions gave an answer without a token")
         kept = without_repetition(prompt, ids) if settings.end_repetition else ids
         reason: FinishReason = "stopping_criteria" if len(kept) < len(ids) else "length"
         if kept[-1] in self.end_ids:
             reason = "end_token"
         return kind(question.id, kept, text, reason)
 
-    def _check(self, choice: dict[str, Any], prompt: list[int], ids: list[int]) -> None:
+    def _check(self, url: str, choice: dict[str, Any], prompt: list[int], ids: list[int]) -> None:
         """Raise UserError unless the server reads and writes the tokens of the tokenizer here."""
         read = choice.get("prompt_token_ids")
         shown = ids[:-1] if self.end_ids.intersection(ids[-1:]) else ids
         written = str(self.tokenizer.decode(shown, clean_up_tokenization_spaces=False))
         if read not in (None, prompt) or letters(written) != letters(str(choice["text"])):
             raise UserError(
-                f"{self.model.name} on {self.connection.url} has other tokens than "
+                f"{self.model.name} on {url} has other tokens than "
                 f"{self.tokenizer.name_or_path}: give the --target that is served, or another "
                 "--server-model"
             )

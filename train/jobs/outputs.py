@@ -22,7 +22,7 @@ def manifest_path(output: Path) -> Path:
     return output.with_name(output.name + ".manifest")
 
 
-def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
+def read_manifest(output: Path) -> dict[str, Any]:
     """The manifest of an output.
 
     Raises UserError, with what can be done, if there is none, or none that can be read.
@@ -30,14 +30,14 @@ def read_manifest(output: Path, remedy: str = REMEDY) -> dict[str, Any]:
     manifest = manifest_path(output)
     if not manifest.exists():
         raise UserError(
-            f"{output} exists without {manifest.name}, so its settings are unknown: {remedy}"
+            f"{output} exists without {manifest.name}, so its settings are unknown: {REMEDY}"
         )
     try:
         recorded = json.loads(manifest.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{manifest} is not valid JSON ({error.msg}): {remedy}") from error
+        raise UserError(f"{manifest} is not valid JSON ({error.msg}): {REMEDY}") from error
     if not isinstance(recorded, dict):
-        raise UserError(f"{manifest} is not the manifest of a distillation: {remedy}")
+        raise UserError(f"{manifest} is not the manifest of a distillation: {REMEDY}")
     return recorded
 
 

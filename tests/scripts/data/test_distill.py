@@ -16,7 +16,6 @@ from drafthead.infer import Decoder
 from drafthead.scripts.data import distill
 from drafthead.scripts.data.distill import system_text
 from drafthead.scripts.options import with_groups
-from drafthead.train.data.conversations import read_conversations
 
 Run = Callable[..., Result]
 
@@ -51,15 +50,6 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_shards_are_read_under_the_name_of_the_output(run: Run, tmp_path: Path) -> None:
-    few = ("--batch-size", 1, "--temperature", 1.0, "--samples", 4)  # 20 rows in 3 windows
-    run("one.jsonl", *few)
-    for shard in ("2/2", "1/2"):
-        run("many.jsonl", *few, "--shard", shard)
-    one, many = (read_conversations(str(tmp_path / f"{name}.jsonl")) for name in ("one", "many"))
-    assert {each.id: each.messages for each in one} == {each.id: each.messages for each in many}
-
-
 def test_the_table_shows_lengths_and_ends(run: Run) -> None:
     shown = " ".join(run("a.jsonl").stdout.split())
     assert "rows 5 answers 5 tokens" in shown
@@ -75,6 +65,8 @@ def test_a_server_answers_as_the_target_does_here(run: Run, target: Path, tmp_pa
         run("far.jsonl", "--server", url, local=False)
         with pytest.raises(UserError, match="with --server .* leave --dtype out"):
             run("other.jsonl", "--server", url)
+        with pytest.raises(UserError, match="with --server .* leave --ray out"):
+            run("other.jsonl", "--server", url, "--ray", "auto", local=False)
         with pytest.raises(UserError, match="far.jsonl was started with server_model 'served'"):
             run("far.jsonl", local=False)
     near, far = rows_of(tmp_path / "near.jsonl"), rows_of(tmp_path / "far.jsonl")
@@ -120,7 +112,7 @@ def test_arguments_in_another_form_are_refused(given: list[str], sentence: str) 
     ("options", "sentence"),
     [
         (("--samples", 2), "--samples 2 at temperature 0"),
-        (("--shard", "5/4"), "a shard is written NUMBER/COUNT"),
+        (("--ray-cores", 1), "give --ray too"),
         (("--server-model", "a"), "give --server too"),
         (("--template-argument", "unread=1"), "does not read unread"),
     ],

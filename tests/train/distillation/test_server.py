@@ -28,6 +28,7 @@ from drafthead.train.distillation.connection import (
 )
 from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.distillation.server import ServerSource
+from drafthead.train.distillation.server_pool import Server
 from drafthead.train.settings import DistillSettings
 
 SETTINGS = DistillSettings("served", "prompts.jsonl", max_new_tokens=24, batch_size=3)
@@ -62,12 +63,15 @@ def from_server(
     completions: Completions, output: Path, settings: DistillSettings = SETTINGS, **options: int
 ) -> DistillReport:
     """Distil through HTTP."""
-    connection = Connection(completions.url)
-    tokenizer = completions.decoder.tokenizer
-    model = find_model(connection, None, settings.target)
-    source = ServerSource(connection, model, tokenizer, frozenset(completions.decoder.end_ids))
+    source = source_of(completions.decoder, completions.url)
     with DistilledFile(output, settings) as file:
         return distill(source, asked(**{"count": 7, **options}), file)
+
+
+def source_of(decoder: Decoder, *urls: str) -> ServerSource:
+    """The servers of a decoder."""
+    servers = [Server(url, None, SETTINGS.target) for url in urls]
+    return ServerSource(servers, decoder.tokenizer, frozenset(decoder.end_ids))
 
 
 def here(decoder: Decoder, output: Path, settings: DistillSettings, **options: int) -> None:
@@ -155,30 +159,20 @@ def test_a_busy_or_absent_server_is_asked_again(completions: Completions, tmp_pa
     ],
 )
 def test_a_busy_server_says_when_it_wants_to_be_asked_again(
-    completions: Completions, monkeypatch, asked: str, waits: bool
+    completions: Completions, monkeypatch, tmp_path: Path, asked: str, waits: bool
 ) -> None:
     monkeypatch.setattr(connection_module, "MOST", 1)
-    connection = Connection(completions.url)
-    connection.allow(1)
-    completions.complete = lambda body: {}
     completions.failures, completions.retry_after = [503], asked
     began = time.monotonic()
-    connection.send("completions", {})
+    from_server(completions, tmp_path / "a.jsonl", replace(SETTINGS, max_new_tokens=1), count=1)
     assert (time.monotonic() - began > 0.9) == waits
     assert len(completions.bodies) == 2
 
 
-def test_threads_that_wait_for_a_busy_server_end_when_nobody_reads_on(
-    completions: Completions,
-) -> None:
+def test_threads_end_when_nobody_reads_on(completions: Completions) -> None:
     completions.failures, completions.retry_after = [200] + [503] * 20, "60"
     before = set(threading.enumerate())
-    source = ServerSource(
-        Connection(completions.url),
-        find_model(Connection(completions.url), None, "served"),
-        completions.decoder.tokenizer,
-        frozenset(completions.decoder.end_ids),
-    )
+    source = source_of(completions.decoder, completions.url)
     questions: Queue[ServeRequest | None] = Queue()
     for name in "abc":
         questions.put(ServeRequest([1, 2], name, seed=0))
@@ -186,10 +180,9 @@ def test_threads_that_wait_for_a_busy_server_end_when_nobody_reads_on(
     next(answers)
     while len(completions.bodies) < 3:
         time.sleep(0.01)
-    waiting = [t for t in threading.enumerate() if t not in before and "work" in t.name]
-    assert waiting
+    asking = [t for t in threading.enumerate() if t not in before and "(run)" in t.name]
     answers.close()
-    for thread in waiting:
+    for thread in asking:
         thread.join(timeout=5)
         assert not thread.is_alive()
 

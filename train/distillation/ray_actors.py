@@ -1,0 +1,168 @@
+"""Copies of a target on the GPUs or cores of a Ray cluster, each with whole windows to answer.
+
+A window is answered as in one process, so its rows are the same, also where they round by batch.
+Ray starts an actor that has died again, and gives its windows to others.
+"""
+
+import logging
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.data
+from ray.exceptions import RayError
+from transformers import PreTrainedTokenizerBase
+
+from drafthead.core.errors import UserError, first_line
+from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
+from drafthead.infer.decoder import Decoder
+from drafthead.train.distillation.answer_source import DecoderSource
+from drafthead.train.distillation.dialogue import Dialogue, Job
+from drafthead.train.distillation.windows import Count, answered
+from drafthead.train.settings import DistillSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How every copy of a target is loaded."""
+
+    target: str
+    dtype: str
+    device: str
+    compile: bool | None
+
+    def load(self) -> DecoderSource:
+        """A copy; raises UserError as loading does."""
+        target = load_decoder_only(self.target, self.dtype, self.device)
+        return DecoderSource(Decoder.from_pretrained(target, compile=self.compile))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a copy says of itself."""
+
+    end_ids: frozenset[int]
+    max_length: int | None
+    vocab_size: int | None
+    fingerprint: str | None
+
+
+def facts_of(loading: Loading) -> Facts:
+    """Those of a copy, which is loaded for it."""
+    source = loading.load()
+    return Facts(source.end_ids, source.max_length, source.vocab_size, source.weights())
+
+
+class Actor:
+    """A copy of a target that answers windows."""
+
+    def __init__(self, loading: Loading, facts: Facts, settings: DistillSettings):
+        """Raises UserError where the files of the target are other ones than elsewhere."""
+        self.source, self.settings = loading.load(), settings
+        if self.source.weights() != facts.fingerprint:
+            raise UserError(
+                f"{loading.target} on {ray.util.get_node_ip_address()} has other weights than on "
+                "the machine that loaded it first: copy the same files to all machines"
+            )
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The conversations of a window with all their answers."""
+        window: list[Job] = pickle.loads(row["window"])
+        [dialogues] = answered(self.source, [window], self.settings, lambda *_: None)
+        return {"dialogues": pickle.dumps(dialogues)}
+
+
+class RayActors:
+    """A target in a cluster, of which only the tokenizer is here: a `WindowSource`."""
+
+    def __init__(self, address: str, loading: Loading, cores: int | None):
+        """Raises UserError if there is no cluster, and as loading the target does."""
+        connect(address)
+        path = Path(loading.target).expanduser()
+        self.loading = Loading(
+            str(path.resolve()) if path.exists() else loading.target,
+            loading.dtype, loading.device, loading.compile,
+        )  # fmt: skip
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer_named(loading.target)
+        resources = ray.cluster_resources()
+        gpus = 0 if loading.device == "cpu" else int(resources.get("GPU", 0))
+        machines = [int(one["Resources"].get("CPU", 0)) for one in ray.nodes() if one["Alive"]]
+        cores = cores or min(filter(None, machines), default=1)
+        self.count = gpus or sum(each // cores for each in machines)
+        self.each = {"num_gpus": 1} if gpus else {"num_cpus": cores}
+        if not self.count:
+            raise UserError(f"no machine of the cluster has {cores} cores: lower --ray-cores")
+        with told():
+            facts = ray.remote(facts_of).options(**self.each).remote(self.loading)
+            self.facts: Facts = ray.get(facts)
+        self.end_ids, self.max_length = self.facts.end_ids, self.facts.max_length
+        self.vocab_size = self.facts.vocab_size
+        logger.info("%d copies of %s, each on %s", self.count, loading.target, self.each)
+
+    def weights(self) -> str | None:
+        """The `weights_fingerprint` of every copy."""
+        return self.facts.fingerprint
+
+    def answered(
+        self, windows: Sequence[list[Job]], settings: DistillSettings, count: Count
+    ) -> Iterator[list[Dialogue]]:
+        """The conversations of each window with all their answers, in order.
+
+        Raises UserError as an actor does.
+        """
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False
+        rows = [{"window": pickle.dumps(window)} for window in windows]
+        actors = ray.data.ActorPoolStrategy(size=min(self.count, len(rows)))
+        found = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+            Actor,
+            fn_constructor_args=[self.loading, self.facts, settings],
+            compute=actors,
+            num_gpus=self.each.get("num_gpus"),
+            num_cpus=self.each.get("num_cpus"),
+        )
+        with told():
+            for row in found.iter_rows():
+                dialogues: list[Dialogue] = pickle.loads(row["dialogues"])
+                answers = [answer for one in dialogues for answer in one.answers]
+                count(sum(len(answer.answer) for answer in answers), len(answers))
+                yield dialogues
+
+
+def connect(address: str) -> None:
+    """Join a cluster; with `auto` this machine's, which is begun where there is none.
+
+    Raises UserError where there is none at the address.
+    """
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    place = None if address == "auto" else address
+    try:
+        ray.init(place, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {address} ({first_line(error)}): start it with `ray start "
+            "--head`, or correct the address"
+        ) from error
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """An actor's UserError as it was raised there, and what else fails in the cluster as one."""
+    try:
+        yield
+    except RayError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = getattr(cause, "cause", None) or cause.__cause__
+        raise UserError(str(cause or f"the cluster failed ({first_line(error)})")) from error
