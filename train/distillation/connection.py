@@ -45,6 +45,7 @@ class KeptAlive(HTTPAdapter):
     """Connections that notice within a minute that a machine is gone."""
 
     def init_poolmanager(self, connections: int, maxsize: int, block: bool = False) -> None:  # type: ignore[override]
+        """Have each connection probe the other side."""
         probes = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
         options = [
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.data
@@ -55,7 +55,7 @@ class Facts:
 
 
 def facts_of(loading: Loading) -> Facts:
-    """Those of a copy, which is loaded for it."""
+    """The facts of a copy, which is loaded for them."""
     source = loading.load()
     return Facts(source.end_ids, source.max_length, source.vocab_size, source.weights())
 
@@ -64,16 +64,25 @@ class Actor:
     """A copy of a target that answers windows."""
 
     def __init__(self, loading: Loading, facts: Facts, settings: DistillSettings):
-        """Raises UserError where the files of the target are other ones than elsewhere."""
-        self.source, self.settings = loading.load(), settings
-        if self.source.weights() != facts.fingerprint:
-            raise UserError(
-                f"{loading.target} on {ray.util.get_node_ip_address()} has other weights than on "
-                "the machine that loaded it first: copy the same files to all machines"
-            )
+        self.settings, self.source, self.error = settings, None, UserError("")
+        try:
+            source = loading.load()
+        except UserError as error:
+            self.error = error  # raised here, Ray would tell of an actor that has died
+            return
+        self.source = source if source.weights() == facts.fingerprint else None
+        self.error = UserError(
+            f"{loading.target} on {ray.util.get_node_ip_address()} has other weights than on the "
+            "machine that loaded it first: copy the same files to all machines"
+        )
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The conversations of a window with all their answers."""
+        """The conversations of a window with all their answers.
+
+        Raises UserError as loading does, and where the files of the target are other ones.
+        """
+        if self.source is None:
+            raise self.error
         window: list[Job] = pickle.loads(row["window"])
         [dialogues] = answered(self.source, [window], self.settings, lambda *_: None)
         return {"dialogues": pickle.dumps(dialogues)}
@@ -123,7 +132,7 @@ class RayActors:
         rows = [{"window": pickle.dumps(window)} for window in windows]
         actors = ray.data.ActorPoolStrategy(size=min(self.count, len(rows)))
         found = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-            Actor,
+            cast(Any, Actor),  # a class, made once in each process
             fn_constructor_args=[self.loading, self.facts, settings],
             compute=actors,
             num_gpus=self.each.get("num_gpus"),

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any, TypeAlias
@@ -105,7 +106,7 @@ class Server:
 
 
 def log_probabilities(server: Server, model: ServedModel, ids: list[int]) -> list[float] | None:
-    """Those of some tokens [T - 1] after each other; None of a server that does not show them."""
+    """The log-probabilities of tokens [T - 1]; None of a server that does not show them."""
     body = {"model": model.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
     try:
         [choice] = server.connection.send("completions", body | {"echo": True})["choices"]
@@ -222,14 +223,14 @@ class ServerPool:
         for server in self.servers:
             if not server.is_up and not server.is_looked_at and server.back_at <= now:
                 server.is_looked_at = True
-                self._start(server, None, self._look)
+                self._start(server, None, partial(self._look, server))
         while free := [server for server in self.servers if server.has_room]:
             question = self._next(questions)
             if question is None:
                 return
             server = min(free, key=lambda one: one.in_flight / one.pace.at_once)
             server.in_flight += 1
-            self._start(server, question, lambda one, asked=question: ask(one, asked))
+            self._start(server, question, partial(ask, server, question))
 
     def _next(self, questions: Questions) -> ServeRequest | None:
         """The next question; None where there is none now. If nothing is asked, one is awaited."""
@@ -245,14 +246,14 @@ class ServerPool:
         return question
 
     def _start(
-        self, server: Server, question: ServeRequest | None, work: Callable[[Server], Any]
+        self, server: Server, question: ServeRequest | None, work: Callable[[], Any]
     ) -> None:
         """Let a thread do something; Ctrl-C need not wait for it."""
 
         def run() -> None:
             asked_at = time.monotonic()
             try:
-                found = work(server)
+                found = work()
             except Exception as error:  # is raised where the answers are read
                 found = error
             self.found.put((server, asked_at, question, found))

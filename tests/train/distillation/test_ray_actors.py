@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -19,9 +22,11 @@ from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.settings import DistillSettings
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'drafthead[ray]'")
+from drafthead.train.distillation import ray_actors  # noqa: E402
 from drafthead.train.distillation.ray_actors import Loading, RayActors  # noqa: E402
 
 ROWS = 12
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +94,62 @@ def test_rows_are_those_of_one_process_also_when_an_actor_is_killed(
     report = distil(actors, settings, output)
     assert output.read_bytes() == near and report.written == ROWS
     assert len(pids) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("cluster")
+def test_a_run_that_was_stopped_goes_on_and_other_files_are_refused(
+    target: Path, settings: DistillSettings, near: bytes, output: Path, monkeypatch
+) -> None:
+    append = DistilledFile.append
+
+    def stopping(*given: object) -> None:
+        append(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(DistilledFile, "append", stopping)
+        distil(actors_of(target), settings, output)
+    assert 0 < len(output.read_bytes()) < len(near) and near.startswith(output.read_bytes())
+    actors = actors_of(target)
+    assert distil(actors, settings, output).already_done and output.read_bytes() == near
+    write_target(target, initializer_range=0.5, seed=1)  # after the first copy was loaded
+    with pytest.raises(UserError, match="has other weights than on the machine"):
+        distil(actors, settings, output.with_name("other.jsonl"))
+
+
+@pytest.mark.thorough
+def test_a_killed_run_in_a_cluster_of_its_own_goes_on(
+    target: Path, settings: DistillSettings, near: bytes, output: Path
+) -> None:
+    """`--ray auto` without a cluster, and kill -9 after the first rows."""
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import test_ray_actors as here
+from drafthead.train.distillation import answers
+from drafthead.train.settings import DistillSettings
+answers.WINDOW = 1
+actors = here.actors_of({str(target)!r})
+here.distil(actors, DistillSettings(**{asdict(settings)!r}), here.Path({str(output)!r}))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        while process.poll() is None and not (output.exists() and output.stat().st_size):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL and near != output.read_bytes()
+    subprocess.run(command, env=environment, check=True)
+    assert output.read_bytes() == near
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_many_cores_are_refused(target: Path) -> None:
+    with pytest.raises(UserError, match="no machine of the cluster has 3 cores"):
+        actors_of(target, cores=3)
+
+
+def test_an_address_without_a_cluster_is_one_sentence(target: Path, monkeypatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(UserError, match="no Ray cluster answers at nowhere"):
+        ray_actors.connect("nowhere")

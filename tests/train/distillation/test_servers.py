@@ -138,7 +138,9 @@ def test_when_all_servers_are_gone_their_rows_stay(
             server.is_gone = True
 
     after(two[0], 30, go)
-    with pytest.raises(UserError, match=rf"no server answers any more: {two[0].url}/v1 \(.*, .*start"):
+    with pytest.raises(
+        UserError, match=rf"no server answers any more: {two[0].url}/v1 \(.*, .*start"
+    ):
         from_servers(two, output)
     written = output.read_bytes()
     assert written and near.startswith(written)
