@@ -64,28 +64,31 @@ class Actor:
     """A copy of a target that answers windows."""
 
     def __init__(self, loading: Loading, facts: Facts, settings: DistillSettings):
-        self.settings, self.source, self.error = settings, None, UserError("")
-        try:
-            source = loading.load()
-        except UserError as error:
-            self.error = error  # raised here, Ray would tell of an actor that has died
-            return
-        self.source = source if source.weights() == facts.fingerprint else None
-        self.error = UserError(
-            f"{loading.target} on {ray.util.get_node_ip_address()} has other weights than on the "
-            "machine that loaded it first: copy the same files to all machines"
-        )
+        self.loading, self.facts, self.settings = loading, facts, settings
+        self.source: DecoderSource | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The conversations of a window with all their answers.
+        """The conversations of a window with all their answers, or a UserError, pickled.
 
-        Raises UserError as loading does, and where the files of the target are other ones.
+        Raised here, the error would lose its sentence among Ray's own ones.
         """
-        if self.source is None:
-            raise self.error
         window: list[Job] = pickle.loads(row["window"])
-        [dialogues] = answered(self.source, [window], self.settings, lambda *_: None)
-        return {"dialogues": pickle.dumps(dialogues)}
+        try:
+            self.source = self.source or self._loaded()
+            [found] = answered(self.source, [window], self.settings, lambda *_: None)
+        except UserError as error:
+            return {"found": pickle.dumps(UserError(str(error)))}
+        return {"found": pickle.dumps(found)}
+
+    def _loaded(self) -> DecoderSource:
+        """The copy; raises UserError where the files of the target are other ones."""
+        source = self.loading.load()
+        if source.weights() != self.facts.fingerprint:
+            raise UserError(
+                f"{self.loading.target} on {ray.util.get_node_ip_address()} has other weights than "
+                "on the machine that loaded it first: copy the same files to all machines"
+            )
+        return source
 
 
 class RayActors:
@@ -140,7 +143,9 @@ class RayActors:
         )
         with told():
             for row in found.iter_rows():
-                dialogues: list[Dialogue] = pickle.loads(row["dialogues"])
+                dialogues: list[Dialogue] | UserError = pickle.loads(row["found"])
+                if isinstance(dialogues, UserError):
+                    raise dialogues
                 answers = [answer for one in dialogues for answer in one.answers]
                 count(sum(len(answer.answer) for answer in answers), len(answers))
                 yield dialogues
@@ -167,11 +172,11 @@ def connect(address: str) -> None:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """An actor's UserError as it was raised there, and what else fails in the cluster as one."""
+    """Raise what fails in the cluster as UserError: the one of a task, or what Ray says last."""
     try:
         yield
     except RayError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, UserError):
-            cause = getattr(cause, "cause", None) or cause.__cause__
-        raise UserError(str(cause or f"the cluster failed ({first_line(error)})")) from error
+        cause = getattr(error, "cause", None)
+        last = str(error).strip().splitlines()[-1]
+        own = isinstance(cause, UserError)
+        raise UserError(str(cause) if own else f"the Ray cluster failed: {last}") from error

@@ -145,6 +145,8 @@ here.distil(actors, DistillSettings(**{asdict(settings)!r}), here.Path({str(outp
 
 @pytest.mark.usefixtures("cluster")
 def test_too_many_cores_are_refused(target: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        RayActors("auto", Loading("./nowhere", "float32", "cpu", None), 1)
     with pytest.raises(UserError, match="no machine of the cluster has 3 cores"):
         actors_of(target, cores=3)
 
