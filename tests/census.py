@@ -4,7 +4,7 @@
     python tests/census.py lfm2 bart    # these alone, in the file as well
 
 A model is tiny, in float32, with random weights, and used for text alone. `docs/architectures.md`
-has a table and counts of these records, see `table` and `counts`; a test compares them.
+has the counts of these records, see `counts`; a test compares them.
 """
 
 import json
@@ -181,15 +181,6 @@ def counts(records: dict[str, Record]) -> str:
         f"{kinds['works']} work, {states} of them with a running state, and {kinds['refused']} are "
         f"refused; {kinds['failed'] or 'none'} crashes or answers differently."
     )
-
-
-def table(records: dict[str, Record]) -> str:
-    """The docs' table of those with a running state."""
-    lines = ["| `model_type` | equal | chain | tree | batch | heads |", "|---|---|---|---|---|---|"]
-    for name in sorted(STATEFUL):
-        cells = ["yes" if records[name].get(way) is True else "no" for way in COLUMNS]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def main(names: list[str]) -> None:
