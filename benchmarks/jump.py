@@ -1,27 +1,31 @@
-"""Races EAGLE-3 against heads that begin as a layer of the target, and that read its keys.
+"""Races EAGLE-3 against heads that begin as a layer of the target, or read its keys and values.
 
-`python benchmarks/jump.py --target MODEL --answers FILE` trains each head on the same rows of the
-same answers, in the same order and number of steps, and prints the table of docs/results.md. The
-heads are below and in no package: the race said that they do not pay.
+`python benchmarks/jump.py --output benchmarks/jump.json` prints what they learnt as tables. With
+`--target MODEL --answers FILE --held-out FILE` it trains each head on the same rows in the same
+order first, and adds that. The heads are here and in no family, because they did not pay.
 """
 
 import json
-import random
+import shlex
+import statistics
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import nn
+from torch.nn.functional import pad
 
 from drafthead.core.settings import settings
 from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.base import DraftHead, head_family, register_head
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from drafthead.heads.families.recurrent.head import (
@@ -30,15 +34,21 @@ from drafthead.heads.families.recurrent.head import (
     Unrolled,
     anchors_by_row,
 )
-from drafthead.heads.layers.decoder_layer import DecoderLayer, RMSNorm, Rotation
+from drafthead.heads.growing.static import grow_tree
+from drafthead.heads.layers.decoder_layer import DecoderLayer, GatedMlp, RMSNorm, rotated
+from drafthead.heads.objectives.anchors import labels_at
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import depth_weights
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.train.data.packing import PackedData, RowOrder
 from drafthead.train.data.training_rows import DataConfig, training_data
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.evaluation import Evaluation, measure, ranked_anchors
-from drafthead.train.learning.ranks import RankedAnchors
+from drafthead.train.learning.evaluation import measure, ranked_anchors
+from drafthead.train.learning.ranks import (
+    RankedAnchors,
+    accepted_in,
+    roots_of_steps,
+)
 from drafthead.train.learning.step import LossModule
 from drafthead.train.optimizers import (
     OptimizerConfig,
@@ -47,99 +57,97 @@ from drafthead.train.optimizers import (
     set_learning_rates,
 )
 
+BASE = "EAGLE-3"  # what the others are compared with
+NODES = 16
+CONTEXT = 8000  # tokens, of which the bytes of a head's cache are stated
+RESAMPLES = 2000
 
+# Sizes and means [D] of the channels after each layer of the target that a head predicts.
+Channels = dict[int, tuple[torch.Tensor, torch.Tensor]]
+channels: Channels = {}
+
+
+@torch.no_grad()
 def begin_like(layer: DecoderLayer, original: nn.Module) -> None:
-    """Copy the weights of a target's layer, by their names; a wider input gets them at its end."""
+    """Copy a target's layer by its names; what of a layer is wider gets the copy at its end."""
     theirs = original.state_dict()
     for name, weight in layer.state_dict().items():
-        if name not in theirs:
-            continue
-        found = theirs[name]
-        if weight.ndim == 2 and weight.shape[1] > found.shape[1]:
-            weight[:, : -found.shape[1]] *= 0.1  # what reads the embedding
-        weight[..., -found.shape[-1] :].copy_(found)
+        if name in theirs:
+            width = theirs[name].shape[-1]
+            weight[..., :-width] *= 0.1  # reads the embedding, and is random
+            weight[..., -width:] = theirs[name]
 
 
 @settings
 class CopiedConfig(Eagle3Config):
-    """EAGLE-3's, and the layer of the target that the head's layer begins as."""
+    """EAGLE-3's configuration, and the layer of the target as which the head's layer begins."""
 
     copied: int = -1
 
 
 @register_head("eagle3_copied", CopiedConfig)
 class CopiedEagle3Head(Eagle3Head):
-    """EAGLE-3, whose layer begins as one of the target, and the mixing of taps as one tap."""
+    """EAGLE-3 whose layer begins as one of the target, and its mixture of taps as one tap."""
 
     @torch.no_grad()
     def initialize(self, target: Target) -> None:
-        """Begin as the layer `copied` that reads the nearest tap below it."""
+        """Begin as layer `copied`, which reads the next tap below it."""
         super().initialize(target)
-        number = self.config.copied % target.num_layers
-        original = target.layers[number]
-        begin_like(self.layers[0], original)
-        self.layers[0].hidden_norm.weight.copy_(original.input_layernorm.weight)
-        below = max(i for i, tap in enumerate(self.config.taps) if tap < number)
-        size = self.config.hidden_size
-        self.fc.weight.mul_(0.1)
-        # Taps are normed, and the residual stream is not: it has this size on average.
-        scale = SCALES[self.config.taps[below]].square().mean().sqrt()
-        self.fc.weight[:, below * size : (below + 1) * size].copy_(scale * torch.eye(size))
-
-
-# Mean sizes [D] of the channels after the target's layers, as `Rows` finds them.
-SCALES: dict[int, torch.Tensor] = {}
-MEANS: dict[int, torch.Tensor] = {}
+        taps, size, copied = self.config.taps, self.config.hidden_size, self.config.copied
+        original: Any = target.layers[copied]  # type: ignore[index]
+        first: Any = self.layers[0]
+        begin_like(first, original)
+        first.hidden_norm.weight.copy_(original.input_layernorm.weight)
+        below = max(place for place, tap in enumerate(taps) if tap < copied)
+        # Taps are normed; what the layer adds to is not, and has this size.
+        scale = channels[taps[below]][0].square().mean().sqrt()
+        self.fc.weight *= 0.1
+        self.fc.weight[:, below * size : (below + 1) * size] = scale * torch.eye(size)
 
 
 @settings
 class JumpConfig(RecurrentConfig):
-    """Which layer of the target a jump head copies, and how it begins and is trained."""
+    """The layer of the target that a jump head copies, and how it begins and learns."""
 
     copied: int = -1
-    sources: tuple[int, ...] = ()  # layers whose output is read; that of the copied one without any
-    trained: bool = True  # the copy
-    readout: bool = False  # a small network between the copy's output and the output head
-    state_weight: float = 1.0  # of the normalised distance of predicted inputs
+    sources: tuple[int, ...] = ()  # layers whose output is read
+    copy_rate: float = 1.0  # of the copy's learning rates to the others
+    readout: bool = False  # a gated MLP between the copy and the output head
+    state_weight: float = 1.0  # of the distance of the predicted inputs from the true ones
     draft_vocab_size: int = 0
 
 
 @register_head("jump", JumpConfig)
 class JumpHead(RecurrentHead):
-    """A copy of a target's layer that attends to the target's own keys and values of that layer.
+    """A copy of a layer of the target that attends to the target's own keys and values there.
 
-    A map predicts the input that the layer would get for a token, from that token's embedding and
-    from the state at the token before it: the target's output of the layer, or the head's own.
+    After economize 0.3.2 (Apache-2.0). From a token's embedding and the state of the token before
+    it, the target's or the head's own, a linear map predicts the input of the layer.
     """
 
     embed_tokens = None
 
     def __init__(self, config: JumpConfig):
         super().__init__(config, config.draft_vocab_size)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.source_norm = nn.ModuleList(RMSNorm(size, eps=eps) for _ in config.sources)
-        self.fc = nn.Linear(len(config.sources) * size, size, bias=False)
-        self.state_norm, self.embed_norm = RMSNorm(size, eps=eps), RMSNorm(size, eps=eps)
+        size, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.sources)
+        self.tap_norms = nn.ModuleList(RMSNorm(size, eps=eps) for _ in range(taps))
+        self.fc = nn.Linear(taps * size, size, bias=False) if taps > 1 else None
+        self.embed_norm, self.state_norm = RMSNorm(size, eps=eps), RMSNorm(size, eps=eps)
         self.predictor = nn.Linear(2 * size, size, bias=False)
         self.gain, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
-        self.layers = nn.ModuleList([DecoderLayer(config).requires_grad_(config.trained)])
+        self.layers = nn.ModuleList([DecoderLayer(config)])
         self.readout = None
         if config.readout:
-            self.readout = DecoderLayer(replace(config, intermediate_size=size)).mlp
-            nn.init.zeros_(self.readout.down_proj.weight)
-            self.readout_norm = RMSNorm(size, eps=eps)
+            narrow = GatedMlp(replace(config, intermediate_size=size))
+            self.readout = nn.Sequential(RMSNorm(size, eps=eps), narrow)
+            nn.init.zeros_(narrow.down_proj.weight)
         self.norm = RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
-
-    @classmethod
-    def sized(cls, config: Any, target: Target) -> Any:
-        """The configuration with the numbers of layers from 0."""
-        copied = config.copied % target.num_layers
-        sources = config.sources or (copied,)
-        return replace(super().sized(config, target), copied=copied, sources=sources)
+        self.inputs: torch.Tensor | None = None  # of the layer, as predicted last
 
     @property
     def features_needed(self) -> FeatureSpec:
+        """The sources, and the inputs of the copied layer."""
         return FeatureSpec((*self.config.sources, self.config.copied - 1), last=True)
 
     @torch.no_grad()
@@ -147,300 +155,376 @@ class JumpHead(RecurrentHead):
         weight = target.output_weight()
         rows = weight if self.draft_ids is None else weight[self.draft_ids]
         self.lm_head.weight.copy_(rows)
+        self.norm.weight.copy_(
+            torch.linalg.vector_norm(rows.float(), dim=-1).square().mean().rsqrt()
+        )
         if self.config.copied == target.num_layers - 1:
             self.norm.weight.copy_(target.final_norm_scale())
-        else:
-            lengths = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
-            self.norm.weight.copy_(lengths.square().mean().rsqrt())
-        begin_like(self.layers[0], target.layers[self.config.copied])
-        self.gain.copy_(SCALES[self.config.copied - 1])
-        self.bias.copy_(MEANS[self.config.copied - 1])
-        self.predictor.weight.mul_(0.5)
-        if len(self.config.sources) == 1:
-            self.fc.weight.copy_(torch.eye(len(self.gain)))
+        begin_like(self.layers[0], target.layers[self.config.copied])  # type: ignore
+        sizes, means = channels[self.config.copied - 1]
+        self.gain.copy_(sizes)
+        self.bias.copy_(means)
+        self.predictor.weight *= 0.5
 
     def encode(self, features: Features) -> torch.Tensor:
-        taps = features.taps[: len(self.config.sources)]
-        if len(taps) == 1:
+        taps = features.taps[:-1]
+        if self.fc is None:
             return taps[0]
-        return self.fc(
-            torch.cat([n(tap) for n, tap in zip(self.source_norm, taps, strict=True)], -1)
-        )
-
-    def predicted(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The inputs [..., D] of the layer."""
-        read = torch.cat([self.embed_norm(embeds), self.state_norm(states)], dim=-1)
-        return self.gain * self.predictor(read) + self.bias
+        return self.fc(torch.cat([n(t) for n, t in zip(self.tap_norms, taps, strict=True)], -1))
 
     def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs = self.predicted(embeds, states)
-        self.last_inputs = inputs
-        return (inputs,)
+        read = torch.cat([self.embed_norm(embeds), self.state_norm(states)], dim=-1)
+        self.inputs = self.gain * self.predictor(read) + self.bias
+        return (self.inputs,)
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
         if self.readout is not None:
-            outputs = outputs + self.readout(self.readout_norm(outputs))
+            outputs = outputs + self.readout(outputs)
         return target.finish_logits(self.lm_head(self.norm(outputs)))
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
-        """That of `RecurrentHead`, and the distance of the predicted inputs from the true ones."""
+        """That of recurrent heads, and the normalised distance of the predicted inputs."""
         config = self.config
         places, real = anchors_by_row(batch)
         anchors = real.nonzero(as_tuple=True)
+        rows, at = anchors[0], places[anchors]
         unrolled = UnrolledOnTarget(self, target, batch, places)
-        steps = config.ttt_steps if self.training else self.depth
         weights = depth_weights(config.depth_decay, config.ttt_steps)
-        outputs, distance = [], torch.zeros(())
-        true = batch.features.taps[-1].float()
-        length = true.shape[1]
-        for k in range(steps):
-            outputs.append(unrolled.next_outputs()[anchors])
-            if k < config.ttt_steps:
-                inputs = self.last_inputs[anchors].float()
-                at = places[anchors] + 1 + k
-                here = (at < length) & (
-                    batch.segments[anchors[0], at.clamp_max(length - 1)]
-                    == batch.segments[anchors[0], places[anchors]]
-                )
-                wanted = true[anchors[0], at.clamp_max(length - 1)]
-                error = (inputs - wanted).square().mean(-1) / wanted.square().mean(-1).clamp_min(1e-6)
-                distance = distance + weights[k] * error.where(here, 0).sum()
         weights += [0.0] * (self.depth - config.ttt_steps)
-        found = self.loss_by_depth(batch, target, (anchors[0], places[anchors]), outputs, weights)
+        outputs, distance, last = [], torch.zeros(()), batch.input_ids.shape[1] - 1
+        for k in range(config.ttt_steps if self.training else self.depth):
+            outputs.append(unrolled.next_outputs()[anchors])
+            assert self.inputs is not None
+            here, _ = labels_at(batch, rows, at, offset=k + 1)
+            true = batch.features.taps[-1][rows, (at + k + 1).clamp_max(last)].float()
+            error = (self.inputs[anchors].float() - true).square().mean(-1)
+            error = error / true.square().mean(-1).clamp_min(1e-6)
+            distance = distance + weights[k] * error.where(here, 0).sum()
+        found = self.loss_by_depth(batch, target, (rows, at), outputs, weights)
         return replace(found, total=found.total + config.state_weight * distance)
 
 
 class UnrolledOnTarget(Unrolled):
-    """A jump head's steps from many anchors at once, each on the target's keys up to its anchor."""
+    """A jump head's steps from many anchors at once, each after the target's keys to its anchor."""
+
+    head: JumpHead
 
     def __init__(self, head: JumpHead, target: Target, batch: HeadBatch, places: torch.Tensor):
+        """`places` [B, A] are the anchors."""
         super().__init__(head, target, batch, places)
-        layer = target.layers[head.config.copied]
-        inputs = batch.features.taps[-1].to(target.dtype)
-        positions = torch.arange(inputs.shape[1])[None]
-        attention, copy = layer.self_attn, head.layers[0].self_attn
+        layer: Any = target.layers[head.config.copied]  # type: ignore[index]
+        read = batch.features.taps[-1].to(target.dtype)
         with torch.no_grad():
-            normed = layer.input_layernorm(inputs)
-            keys, values = copy._heads(attention.k_proj(normed)), copy._heads(
-                attention.v_proj(normed)
+            normed = layer.input_layernorm(read)
+            keys, values = (
+                part(normed).unflatten(-1, (-1, head.config.head_dim)).transpose(1, 2)
+                for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)
             )
-            cos, sin = head.rotary(positions)
-            first, second = keys.float().chunk(2, dim=-1)
-            keys = keys.float() * cos + torch.cat([-second, first], dim=-1) * sin
-        narrow = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
-        self.keys_values[0] = keys.to(narrow), values.to(narrow)
+            keys = rotated(keys, head.rotary(torch.arange(read.shape[1])[None]))
+        self.keys_values[0] = keys, values
 
     def next_outputs(self) -> torch.Tensor:
-        """Step k reads the token k + 1 places after the anchor, at that token's own position."""
+        """Step k reads the token k + 1 places after the anchor, at that token's position."""
         head, rows, places = self.head, self.rows, self.places
-        if self.outputs is None:
+        states = self.outputs
+        if states is None:
             states = head.encode(self.batch.features)[rows, places]
-        else:
-            states = self.outputs
         positions = (places + 1 + self.done).clamp_max(self.batch.input_ids.shape[1] - 1)
         embeds = head.embed(self.batch.input_ids[rows, positions], self.target)
-        own = torch.eye(places.shape[1], dtype=torch.bool).expand(len(rows), -1, -1)
-        mask = torch.cat([self.seen[rows, places], *[own] * (self.done + 1)], dim=-1)
-        rotation: Rotation = head.rotary(positions)
-        self.outputs = head.run_layers(embeds, states, rotation, mask[:, None], self._keeping)
         self.done += 1
+        own = torch.eye(places.shape[1], dtype=torch.bool).expand(len(rows), -1, -1)
+        mask = torch.cat([self.seen[rows, places], *[own] * self.done], dim=-1)
+        self.outputs = head.run_layers(
+            embeds, states, head.rotary(positions), mask[:, None], self._keeping
+        )
         return self.outputs
+
+
+def racers(target: Target) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The heads by name: family, and settings of its own."""
+    count, taps = target.num_layers, default_taps(target.num_layers)
+    last, middle = count - 1, taps[len(taps) // 2] + 1
+    inner = round(count * 17 / 24) - 1  # where economize copies a layer of Qwen2.5-0.5B
+    slowly = {"copied": inner, "readout": True, "copy_rate": 0.1}
+    return {
+        BASE: ("eagle3", {}),
+        "EAGLE-3, begins as the last layer": ("eagle3_copied", {"copied": last}),
+        "EAGLE-3, begins as a middle layer": ("eagle3_copied", {"copied": middle}),
+        "jump, last layer": ("jump", {"copied": last, "sources": (last,)}),
+        "jump, last layer, EAGLE-3's taps": ("jump", {"copied": last, "sources": taps}),
+        "jump, last layer, no loss of states": (
+            "jump",
+            {"copied": last, "sources": (last,), "state_weight": 0.0},
+        ),
+        "jump, last layer, EAGLE-3's taps, slow copy": (
+            "jump",
+            {"copied": last, "sources": taps, "copy_rate": 0.1},
+        ),
+        "jump, inner layer, slow copy": ("jump", {"sources": (inner,), **slowly}),
+        "jump, inner layer, EAGLE-3's taps, slow copy": ("jump", {"sources": taps, **slowly}),
+    }
 
 
 @dataclass
 class Rows:
-    """Packed rows with the target's states at all layers that any head reads."""
+    """Packed rows with the states that any head reads, in memory."""
 
-    data: PackedData
-    batches: list[tuple[HeadBatch, dict[int, torch.Tensor]]]  # one row each
+    batches: list[tuple[HeadBatch, dict[int, torch.Tensor]]]  # of one row, and taps by layer
 
     @classmethod
-    def read(cls, target: Target, data: PackedData, layers: tuple[int, ...], dtype: str) -> "Rows":
-        """Run the target once over all rows."""
-        spec, batches = FeatureSpec(layers, last=True), []
-        for row in range(len(data.rows)):
-            batch = read_features(target, data.batch([row]), spec, dtype)
-            taps = {n: t.bfloat16() for n, t in zip(layers, batch.features.taps, strict=True)}
-            last = batch.features.last.bfloat16()
-            batches.append((replace(batch, features=Features(last)), taps))
-        return cls(data, batches)
+    def read(cls, target: Target, data: PackedData, spec: FeatureSpec, limit: int) -> "Rows":
+        """Run the target once over the first rows."""
+        batches = []
+        for row in range(min(limit, len(data.rows))):
+            batch = read_features(target, data.batch([row]), spec, "bf16")
+            taps = dict(zip(spec.layers, batch.features.taps, strict=True))
+            batches.append((replace(batch, features=Features(batch.features.last)), taps))
+        return cls(batches)
 
-    def batch(self, rows: list[int], spec: FeatureSpec) -> HeadBatch:
-        """The rows as one batch, padded, with what a head reads."""
+    def batch(self, rows: Sequence[int], spec: FeatureSpec) -> HeadBatch:
+        """Some rows, padded to the longest, with what a head reads."""
         parts = [self.batches[row] for row in rows]
-        longest = max(b.input_ids.shape[1] for b, _ in parts)
+        longest = max(batch.input_ids.shape[1] for batch, _ in parts)
 
         def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-            out = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[2:])
-            for place, tensor in enumerate(tensors):
-                out[place, : tensor.shape[1]] = tensor[0]
-            return out
+            """Tensors [1, T, ...] as one [B, T, ...]."""
+            sizes = [(0, 0) * (t.dim() - 2) + (0, longest - t.shape[1]) for t in tensors]
+            return torch.cat([pad(t, size) for t, size in zip(tensors, sizes, strict=True)])
 
-        taps = tuple(joined([t[n] for _, t in parts]) for n in spec.layers)
+        last = [batch.features.last for batch, _ in parts]
         return HeadBatch(
-            joined([b.input_ids for b, _ in parts]),
-            joined([b.segments for b, _ in parts]),
-            joined([b.supervised for b, _ in parts]),
-            Features(joined([b.features.last for b, _ in parts]), taps),
+            *(
+                joined([getattr(batch, name) for batch, _ in parts])
+                for name in ("input_ids", "segments", "supervised")
+            ),
+            Features(
+                joined([state for state in last if state is not None]),
+                tuple(joined([taps[layer] for _, taps in parts]) for layer in spec.layers),
+            ),
         )
-
-
-@torch.no_grad()
-def evaluation(module: LossModule, held_out: Rows, size: int) -> tuple[Evaluation, RankedAnchors]:
-    """Measure a head on held-out rows."""
-    module.eval()
-    parts = []
-    for first in range(0, len(held_out.batches), size):
-        rows = list(range(first, min(first + size, len(held_out.batches))))
-        batch = held_out.batch(rows, module.head.features_needed)
-        _, loss = module(batch)
-        parts.append(ranked_anchors(batch, loss.ranks, first_row=first))
-    module.train()
-    ranked = RankedAnchors.joined(parts)
-    return measure(ranked), ranked
-
-
-def trained(
-    head: DraftHead,
-    target: Target,
-    train: Rows,
-    held_out: Rows,
-    steps: int,
-    seed: int,
-    o: Any,
-    keep: Path,
-) -> Iterator[dict[str, Any]]:
-    """Train a head, measured after 1/4, 1/2 and all of the steps."""
-    module = LossModule(head, target, o.precision)
-    optimizers = build_optimizers(head.named_parameters(), o.optimizer)
-    peaks = [each.param_groups[0]["lr"] for each in optimizers]
-    order = RowOrder(len(train.batches), o.rows, seed)
-    tokens, began = 0, time.process_time()
-    seconds = 0.0
-    for step in range(steps):
-        began = time.process_time()
-        set_learning_rates(optimizers, peaks, lr_share(o.optimizer, (step + 0.5) / steps))
-        batch = train.batch(order.rows_of_step(step), head.features_needed)
-        total, _ = module(batch)
-        loss = total / batch.supervised.sum()
-        loss.backward()
-        nn.utils.clip_grad_norm_(head.parameters(), o.optimizer.max_grad_norm)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-        tokens += int(batch.supervised.sum())
-        seconds += time.process_time() - began
-        if step + 1 in (steps // 4, steps // 2, steps):
-            found, ranked = evaluation(module, held_out, o.rows)
-            torch.save((ranked.ranks, ranked.conversations, ranked.anchors), keep)
-            yield {
-                "step": step + 1,
-                "tokens": tokens,
-                "processor_seconds": round(seconds, 1),
-                "loss": round(float(loss.detach()), 3),
-                "tau_chain": round(found.tau_chain, 3),
-                "tau_16": round(found.tau_tree[16], 3),
-                "tau_tree": {k: round(v, 3) for k, v in found.tau_tree.items()},
-                "top1": [round(v, 3) for v in found.top1],
-            }
 
 
 @dataclass
-class Options:
-    optimizer: OptimizerConfig
-    rows: int
-    precision: str
+class Recipe:
+    """How all heads of a race are trained."""
+
+    steps: int
+    rows: int  # of a step
+    ttt_steps: int
+    draft_vocab_size: int
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
-def variants(layers: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The heads of the race by name: family and settings."""
-    last, middle = layers - 1, default_taps(layers)[len(default_taps(layers)) // 2] + 1
-    two_thirds = round(layers * 17 / 24) - 1  # economize's layer 17 of 24
+def optimizers_of(
+    head: DraftHead, config: OptimizerConfig
+) -> tuple[list[torch.optim.Optimizer], list[float]]:
+    """The optimisers of a head and their peak rates; the copied layer may have smaller ones."""
+    rate = getattr(head.config, "copy_rate", 1.0)
+    both: tuple[list[torch.optim.Optimizer], list[float]] = [], []
+    for share, is_copy in ((1.0, False), (rate, True)):
+        named = [(n, p) for n, p in head.named_parameters() if n.startswith("layers.") == is_copy]
+        for each in build_optimizers(named, config):
+            both[0].append(each)
+            both[1].append(share * each.param_groups[0]["lr"])
+    return both
+
+
+def trained(
+    module: LossModule, train: Rows, held_out: Rows, recipe: Recipe, seed: int
+) -> Iterator[tuple[dict[str, Any], RankedAnchors]]:
+    """Train a head; what it knows after half and all of the steps."""
+    head = module.head
+    optimizers, peaks = optimizers_of(head, recipe.optimizer)
+    order, tokens, seconds = RowOrder(len(train.batches), recipe.rows, seed), 0, 0.0
+    for step in range(1, recipe.steps + 1):
+        began = time.process_time()
+        share = lr_share(recipe.optimizer, (step - 0.5) / recipe.steps)
+        set_learning_rates(optimizers, peaks, share)
+        batch = train.batch(order.rows_of_step(step - 1), head.features_needed)
+        total, _ = module(batch)
+        (total / batch.num_supervised()).backward()
+        nn.utils.clip_grad_norm_(head.parameters(), recipe.optimizer.max_grad_norm)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        seconds += time.process_time() - began
+        tokens += int(batch.num_supervised())
+        if step in (recipe.steps // 2, recipe.steps):
+            ranked = ranks_on(module, held_out, recipe.rows)
+            yield {"step": step, "tokens": tokens, "processor_seconds": round(seconds, 1)}, ranked
+
+
+@torch.no_grad()
+def ranks_on(module: LossModule, held_out: Rows, size: int) -> RankedAnchors:
+    """The ranks of the true tokens on held-out rows."""
+    module.eval()
+    parts = []
+    for first in range(0, len(held_out.batches), size):
+        rows = range(first, min(first + size, len(held_out.batches)))
+        batch = held_out.batch(rows, module.head.features_needed)
+        parts.append(ranked_anchors(batch, module(batch)[1].ranks, first_row=first))
+    module.train()
+    return RankedAnchors.joined(parts)
+
+
+def passes_of(ranked: RankedAnchors, tree: set[TreePath]) -> torch.Tensor:
+    """Tokens and passes [R, 2] of each of R answers, decoded with a tree; as `tau` counts them."""
+    counts = []
+    for answer in dict.fromkeys(ranked.conversations):
+        part = ranked.part(lambda key, answer=answer: key == answer)  # type: ignore[misc]
+        accepted = [accepted_in(tree, tuple(row)) for row in part.ranks.tolist()]
+        steps = roots_of_steps(part.conversations, part.anchors, accepted)
+        last = len(part.anchors) - 1  # no step begins at an answer's last token
+        counts.append((last, sum(step != last for step in steps)))
+    return torch.tensor(counts, dtype=torch.double)
+
+
+def judged(ranked: RankedAnchors, base: RankedAnchors | None) -> dict[str, Any]:
+    """Tau, and with a `base` the 95 % interval of the ratio to its tau, over resampled answers."""
+    found = measure(ranked)
+    row: dict[str, Any] = {
+        "tau_chain": round(found.tau_chain, 3),
+        "tau_16": round(found.tau_tree[NODES], 3),
+        "top1": [round(share, 3) for share in found.top1],
+    }
+    if base is None:
+        return row
+    counts = []
+    for each in (ranked, base):
+        tree = {(), *grow_tree(measure(each).path_counts, NODES).paths}
+        counts.append(passes_of(each, tree))
+    number = len(counts[0])
+    drawn = torch.randint(number, (RESAMPLES, number), generator=torch.Generator().manual_seed(0))
+    mine, theirs = (part[drawn].sum(1) for part in counts)
+    ratios = (mine[:, 0] / mine[:, 1]) / (theirs[:, 0] / theirs[:, 1])
+    ends = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.double))
+    return row | {"ratio_16": [round(float(end), 3) for end in ends]}
+
+
+@torch.no_grad()
+def level_milliseconds(head: RecurrentHead, target: Target, calls: int = 100) -> float:
+    """The processor time of one drafted node after 256 others: layer and output, not compiled."""
+    config = head.config
+    cached = torch.randn(1, config.num_key_value_heads, 256, config.head_dim).to(target.dtype)
+    narrow, times = head.to(target.dtype).eval(), []
+    state = torch.randn(1, 1, config.hidden_size).to(target.dtype)
+    token, mask = torch.tensor([[5]]), torch.ones(1, 1, 1, 257, dtype=torch.bool)
+    for _ in range(calls):
+        began = time.process_time()
+        inputs = narrow.draft_inputs(token, state, target)
+        rotation = narrow.rotary(torch.tensor([[256]]))
+        output = narrow.run_layers(
+            *inputs,
+            rotation,
+            mask,
+            lambda _: lambda *new: tuple(torch.cat([cached, part], dim=2) for part in new),
+        )
+        narrow.logits(output, target).topk(10)
+        times.append(time.process_time() - began)
+    return round(1000 * statistics.median(times), 3)
+
+
+def costs(head: RecurrentHead, target: Target) -> dict[str, Any]:
+    """What a level reads and takes, and the bytes of the head's own cache."""
+    only_once = ("fc", "tap_norms", "fc_norm")
+    read = sum(p.numel() for n, p in head.named_parameters() if not n.startswith(only_once))
+    config, of_its_own = head.config, not isinstance(head, JumpHead)
+    column = 2 * config.num_key_value_heads * config.head_dim * target.dtype.itemsize
     return {
-        "eagle3": ("eagle3", {}),
-        "eagle3, begins as the last layer": ("eagle3_copied", {"copied": last}),
-        "eagle3, begins as the middle layer": ("eagle3_copied", {"copied": middle}),
-        "jump, last layer": ("jump", {"copied": last}),
-        "jump, last layer, three taps": (
-            "jump",
-            {"copied": last, "sources": default_taps(layers)},
-        ),
-        "jump, last layer, frozen": ("jump", {"copied": last, "trained": False}),
-        "jump, last layer, no state loss": ("jump", {"copied": last, "state_weight": 0.0}),
-        "jump, layer at two thirds": ("jump", {"copied": two_thirds, "readout": True}),
+        "weights_of_a_level": read,
+        "milliseconds_of_a_level": level_milliseconds(head, target),
+        "cache_bytes": CONTEXT * column * of_its_own,
     }
 
 
+def race(
+    target: Target, data: tuple[PackedData, PackedData], recipe: Recipe, names: list[str], seed: int
+) -> Iterator[dict[str, Any]]:
+    """A row of the table for each head, after half and all of the steps."""
+    heads = racers(target)
+    copied = {c["copied"] + d for _, c in heads.values() if "copied" in c for d in (0, -1)}
+    spec = FeatureSpec(tuple(sorted(copied | {*default_taps(target.num_layers)})), last=True)
+    train = Rows.read(target, data[0], spec, recipe.steps * recipe.rows)
+    held_out = Rows.read(target, data[1], spec, len(data[1].rows))
+    for layer in spec.layers:
+        states = torch.cat([taps[layer][0] for _, taps in train.batches[:8]]).float()
+        channels[layer] = states.std(0), states.mean(0)
+    base: dict[int, RankedAnchors] = {}  # by step
+    for name in names or heads:
+        torch.manual_seed(seed)
+        family, given = heads[name]
+        shared = {"ttt_steps": recipe.ttt_steps, "draft_vocab_size": recipe.draft_vocab_size}
+        cls = head_family(family)
+        head: Any = cls(cls.sized(cls.config_class(**shared, **given), target))
+        head.prepare(data[0].sequences.token_counts(target.vocab_size))
+        head.initialize(target)
+        size = sum(p.numel() for p in head.parameters())
+        for place, ranked in trained(
+            LossModule(head, target, "bf16"), train, held_out, recipe, seed
+        ):
+            if name == BASE:
+                base[place["step"]] = ranked
+            found = judged(ranked, None if name == BASE else base.get(place["step"]))
+            row = {"head": name, "seed": seed, "parameters": size, **place, **found}
+            if place["step"] == recipe.steps:
+                row |= costs(head, target)
+            yield row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows of a race, as Markdown."""
+    yield "| head | tokens | seconds | chain | 16 nodes | of EAGLE-3's, 95 % | ms a level | MB |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        low, high = row.get("ratio_16", ("-", "-"))
+        cache = row.get("cache_bytes")
+        cells = [
+            f"{row['head']}, seed {row['seed']}",
+            f"{row['tokens']:,}",
+            row["processor_seconds"],
+            row["tau_chain"],
+            row["tau_16"],
+            "-" if low == "-" else f"{low} to {high}",
+            row.get("milliseconds_of_a_level", "-"),
+            "-" if cache is None else f"{cache / 1e6:.1f}",
+        ]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
 def main(
-    target: Annotated[str, typer.Option(help="Model.")],
-    answers: Annotated[str, typer.Option(help="Its answers.")],
-    held_out: Annotated[str, typer.Option(help="Others of its answers.")],
-    output: Annotated[Path, typer.Option(help="JSON to add results to.")],
-    heads: Annotated[list[str] | None, typer.Option(help="Names; all without any.")] = None,
-    steps: int = 100,
+    output: Annotated[Path, typer.Option(help="JSON file to add to, and to print.")],
+    target: Annotated[str | None, typer.Option(help="Model; none: print only.")] = None,
+    answers: Annotated[str, typer.Option(help="Answers of the model.")] = "",
+    held_out: Annotated[str, typer.Option(help="Others, to measure on.")] = "",
+    heads: Annotated[list[str] | None, typer.Option(help="Names of heads; all without.")] = None,
+    steps: int = 60,
     rows: int = 2,
     seed: int = 0,
-    draft_vocab_size: int = 8192,
     max_length: int = 512,
     ttt_steps: int = 3,
+    draft_vocab_size: int = 8192,
     muon_lr: float = 0.05,
-    lr: float = 5e-3,
-    cache: Path = Path("/tmp/jump"),
 ) -> None:
-    """Train all heads on the same and print what they learnt."""
-    model = load_decoder_only(target, "auto")
-    options = Options(
-        OptimizerConfig(name="muon", lr=lr, muon_lr=muon_lr, schedule="linear"), rows, "bf16"
-    )
-    n = model.num_layers
-    layers = sorted(
-        {
-            *default_taps(n),
-            *(
-                layer + d
-                for _, c in variants(n).values()
-                if "copied" in c
-                for layer in [c["copied"]]
-                for d in (0, -1)
-            ),
-        }
-    )
-    data = DataConfig(train=answers, validation=held_out, max_length=max_length)
-    train_rows, held_rows = training_data(data, model.tokenizer, 0, model.vocab_size)
-    needed = min(steps * rows, len(train_rows.rows))
-    file = cache / f"{Path(answers).stem}-{n}-{max_length}.pt"
-    if file.exists():
-        train, held = torch.load(file, weights_only=False)
-    else:
-        began = time.process_time()
-        train = Rows.read(model, train_rows, tuple(layers), "bf16")
-        held = Rows.read(model, held_rows, tuple(layers), "bf16")
-        torch.save((train, held), file)
-        print("features", time.process_time() - began, "s", flush=True)
-    print(len(train.batches), "rows", needed, "needed", len(held.batches), "held out", flush=True)
-    for layer in layers:
-        states = torch.cat([t[layer][0].float() for _, t in train.batches[:8]])
-        SCALES[layer] = states.std(0)
-        MEANS[layer] = states.mean(0)
-    counts = train_rows.sequences.token_counts(model.vocab_size)
-    for name in heads or variants(n):
-        family, given = variants(n)[name]
-        torch.manual_seed(seed)
-        cls = head_family(family)
-        config = cls.config_class(
-            ttt_steps=ttt_steps, draft_vocab_size=draft_vocab_size, **given
-        )
-        head = cls(cls.sized(config, model))
-        head.prepare(counts)
-        head.initialize(model)
-        keep = cache / f"ranks-{Path(target).stem}-{name}-{seed}-{steps}.pt".replace(" ", "_")
-        size = sum(p.numel() for p in head.parameters())
-        for result in trained(head, model, train, held, steps, seed, options, keep):
-            line = {"target": target, "head": name, "seed": seed, "parameters": size,
-                    "muon_lr": muon_lr, **result}
-            print(json.dumps(line), flush=True)
-            with output.open("a") as out:
-                out.write(json.dumps(line) + "\n")
+    """Train all heads on the same rows and print what they learnt."""
+    races = json.loads(output.read_text()) if output.exists() else []
+    if target is not None:
+        model = load_decoder_only(target, "auto")
+        assert model.tokenizer is not None
+        data = DataConfig(train=answers, validation=held_out, max_length=max_length)
+        train, measured = training_data(data, model.tokenizer, 0, model.vocab_size)
+        assert measured is not None
+        optimizer = OptimizerConfig(name="muon", lr=5e-3, muon_lr=muon_lr, schedule="linear")
+        recipe = Recipe(steps, rows, ttt_steps, draft_vocab_size, optimizer)
+        command = shlex.join(["python", "benchmarks/jump.py", *sys.argv[1:]])
+        versions, machine = describe_versions(), describe_machine()
+        about = {"target": target, "command": command, "machine": machine, "versions": versions}
+        races.append(about | {"rows": []})
+        for row in race(model, (train, measured), recipe, heads or [], seed):
+            races[-1]["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            write_text(output, json.dumps(races, indent=1) + "\n")
+    for each in races:
+        print(f"\n{each['target']}\n", *table(each["rows"]), sep="\n")
 
 
 if __name__ == "__main__":
