@@ -183,7 +183,7 @@ class JumpHead(RecurrentHead):
         return target.finish_logits(self.lm_head(self.norm(outputs)))
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
-        """That of recurrent heads, and the normalised distance of the predicted inputs."""
+        """The loss of recurrent heads, and the normalised distance of the predicted inputs."""
         config = self.config
         places, real = anchors_by_row(batch)
         anchors = real.nonzero(as_tuple=True)
