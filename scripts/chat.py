@@ -36,7 +36,7 @@ def main(
     Without --draft, decoding is plain. /new starts a new conversation, /quit or Ctrl-D exits,
     Ctrl-C stops an answer and keeps its text. You can also pipe messages in, one per line.
     """
-    with options.starting():
+    with options.starting(compile):
         from rich.console import Console
 
         from drafthead.scripts import terminal

@@ -42,6 +42,7 @@ from drafthead.core.settings import (
     settings,
     values,
 )
+from drafthead.scripts import late
 
 if TYPE_CHECKING:
     from drafthead.core.target.target import Target
@@ -200,13 +201,16 @@ Overwrite = Annotated[
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def starting(compile: bool | None) -> Iterator[None]:
     """Within it a verb imports and loads what it runs with, and the garbage collector waits.
 
     All that is made then stays, so looking through it again and again would find nothing: it takes
-    a tenth of a start. Nor is it looked through later.
+    a tenth of a start. Nor is it looked through later. Without `compile` what decoding seldom uses
+    is imported late.
     """
     gc.disable()
+    if not compile:
+        late.install()
     try:
         yield
     finally:

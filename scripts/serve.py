@@ -54,7 +54,7 @@ def main(
     refuse_taken(host, port)  # before anything is loaded
     if not keys and not is_loopback(host):
         logger.warning("anyone who can reach %s can use this server: set --api-key", host)
-    with options.starting():
+    with options.starting(compile):
         from drafthead.serve.app import listen, make_app
 
         decoder = drafting.decoder(model, compile)

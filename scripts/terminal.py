@@ -9,7 +9,7 @@ from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
-from drafthead.heads.formats.printing import shown, visible
+from drafthead.core.printing import shown, visible
 from drafthead.infer import Decoder, DecodeResult, Logprobs
 from drafthead.infer.chat_session import ChatSession
 from drafthead.infer.engine.stats import DecodeStats

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import torch
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import shown
 from drafthead.heads.families.parallel.head import ParallelConfig
 from drafthead.heads.formats.base import (
     Foreign,
@@ -49,7 +50,6 @@ from drafthead.heads.formats.layers import (
     window_hides,
     without_output_bias,
 )
-from drafthead.heads.formats.printing import shown
 
 # The formats' names and ours, where they differ.
 PARTS = {

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.printing import shown
 from drafthead.heads.formats.files import (
     CONFIG_FILE,
     INDEX,
@@ -23,7 +24,6 @@ from drafthead.heads.formats.files import (
     read_json,
 )
 from drafthead.heads.formats.keys import Account, Keys
-from drafthead.heads.formats.printing import shown
 
 KeysType = TypeVar("KeysType", bound=Keys)
 

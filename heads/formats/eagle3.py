@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import shown
 from drafthead.core.target.target import Target
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Config
 from drafthead.heads.formats.base import (
@@ -59,7 +60,6 @@ from drafthead.heads.formats.layers import (
     with_output_bias,
     without_output_bias,
 )
-from drafthead.heads.formats.printing import shown
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CONVENTION = "drafthead_layer_convention"  # a key of ours, which other readers ignore

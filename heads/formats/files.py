@@ -23,8 +23,8 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import shown
 from drafthead.heads.formats.keys import Keys
-from drafthead.heads.formats.printing import shown
 
 CONFIG_FILE = "config.json"
 PICKLES = (".pt", ".pth", ".bin")

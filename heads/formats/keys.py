@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from pydantic_core import PydanticCustomError
 
 from drafthead.core.errors import UserError
-from drafthead.heads.formats.printing import shown
+from drafthead.core.printing import shown
 
 # Larger numbers would be a mistake, and might take memory or time without end.
 MOST_PARTS = 128  # heads, layers, blocks or steps of a head

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import shown
 from drafthead.heads.formats.base import Tensors
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import (
@@ -31,7 +32,6 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
     only,
 )
-from drafthead.heads.formats.printing import shown
 from drafthead.heads.formats.rope import DEFAULT_THETA, rope_of
 from drafthead.heads.layers.decoder_layer import LayerConfig
 

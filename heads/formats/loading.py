@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.printing import one_sentence, shown
 from drafthead.core.target.target import Target
 from drafthead.core.target.weight_types import LOSSY
 from drafthead.core.target.weights_hash import weights_fingerprint
@@ -14,7 +15,6 @@ from drafthead.heads.base import DraftHead, head_family
 from drafthead.heads.formats.base import FORMATS, Foreign, Format, TargetFacts
 from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
 from drafthead.heads.formats.drafthead import check_head_config
-from drafthead.heads.formats.printing import one_sentence, shown
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import shown
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Keys, Place, Positive, Reasons, only
-from drafthead.heads.formats.printing import shown
 
 DEFAULT_THETA = 10000.0  # of transformers, for a configuration without one
 Factors = Annotated[list[Positive], Field(fail_fast=True)]

@@ -8,9 +8,9 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HTTPError
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.printing import printable
 from drafthead.heads.formats.base import Foreign, TargetFacts
 from drafthead.heads.formats.loading import build_head, read_foreign
-from drafthead.heads.formats.printing import printable
 
 # Of a run's folder; its states, logs and samples of data stay where they are.
 FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "acceptance.json", "README.md")

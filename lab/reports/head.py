@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.markup import escape
 
+from drafthead.core.printing import printable
 from drafthead.heads.formats.base import Foreign, Format
-from drafthead.heads.formats.printing import printable
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.sequences import TokenTable
 from drafthead.train.learning.evaluation import CATEGORY_NODES, TREE_SIZES, Evaluation

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.heads.formats.printing import visible
+from drafthead.core.printing import visible
 from drafthead.infer.request.text_pieces import GrowingAnswer
 from drafthead.lab.reports.report import page
 from drafthead.lab.tracing import Trace, TracedStep

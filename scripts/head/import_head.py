@@ -27,12 +27,12 @@ def main(
     checked copy in safetensors, in the same number type. The format is recognised from the files,
     and nothing in them is executed. A head that drafthead would compute differently is refused.
     """
+    from drafthead.core.printing import printable
     from drafthead.core.storage.files import fresh_folder
     from drafthead.core.target.any_target import load_decoder_only
     from drafthead.heads.formats import build_head, read_foreign
     from drafthead.heads.formats.base import TargetFacts
     from drafthead.heads.formats.drafthead import save_head
-    from drafthead.heads.formats.printing import printable
 
     loaded = load_decoder_only(target, device="cpu") if target else None
     facts = TargetFacts.of(loaded, target) if loaded else TargetFacts()

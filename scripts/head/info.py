@@ -17,10 +17,10 @@ def main(
     """
     from rich.markup import escape
 
+    from drafthead.core.printing import printable
     from drafthead.core.target.gguf_files import ACCOUNT_FILE, model_folder
     from drafthead.heads.formats import build_head, read_foreign
     from drafthead.heads.formats.base import TargetFacts
-    from drafthead.heads.formats.printing import printable
     from drafthead.lab.reports.head import rows_of, rows_of_copy
     from drafthead.lab.reports.report import Table, print_table
 

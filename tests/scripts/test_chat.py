@@ -10,7 +10,7 @@ from tiny import write_target
 from typer import Typer
 from typer.testing import CliRunner
 
-from drafthead.heads.formats.printing import visible
+from drafthead.core.printing import visible
 from drafthead.infer import Decoder
 from drafthead.scripts import chat, terminal
 from drafthead.scripts.options import with_groups

@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import LONGEST_SENTENCE, printable
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.keys import MOST_TOKENS
-from drafthead.heads.formats.printing import LONGEST_SENTENCE, printable
 from drafthead.scripts.cli import build_app
 
 SECONDS = 10
