@@ -56,14 +56,13 @@ class CompiledTarget(Target):
     backend: CompilingBackend
     kernels: TreeKernels | None
 
-    def __init__(self, target: Target, in_bytes: bool = False, fuses: bool = True):
+    def __init__(self, target: Target, fuses: bool = True):
         super().__init__(target.model, target.tokenizer)
         self.numbers = target.numbers  # a part is not asked whether kernels fit it
         self.backend = CompilingBackend(target.device, target.dtype, fuses)
         with_code = self.backend.fuses
         self.layer_codes = CompiledLayers(list(self.layers.children())) if with_code else None
         self.kernels = self._tree_kernels() if target.device.type == "cuda" else None
-        self.in_bytes = in_bytes or target.in_bytes
         # Falcon makes its bias and its mask of different numbers, of which one counts no columns
         # beyond the text.
         self.memory = FRESH if self.has_alibi else self.backend.memory
@@ -246,15 +245,15 @@ class CompiledTarget(Target):
         return self.functions[kind]
 
 
-def compiled_target(target: Target, in_bytes: bool, fuses: bool) -> Target:
+def compiled_target(target: Target, in_int8: bool, fuses: bool) -> Target:
     """The target with passes compiled or recorded; with our kernels where it can have them, which
     leave nothing to compile.
     """
-    packed = packed_target(target, in_bytes)
+    packed = packed_target(target, in_int8)
     if isinstance(packed, PackedTarget):
         tell_of_nothing_to_compile()
         return packed
-    return CompiledTarget(target, in_bytes, fuses)
+    return CompiledTarget(target, fuses)
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import nn
 
 from drafthead.backends.cpu.packed_target import PackedTarget
 from drafthead.core.target.architecture import find_decoder
-from drafthead.core.target.seven_bits import can_be_rounded
+from drafthead.core.target.int8 import Int8Linear
 from drafthead.core.target.target import Target
 from drafthead.infer.machine import free_memory
 
@@ -76,8 +76,8 @@ def weight_bytes(target: Target, tokens: int) -> int:
         for weight in (*module.parameters(), *module.buffers())
     }
     modules = [*decoder.modules(), output_head]
-    matrices = {id(module.weight) for module in modules if can_be_rounded(module)}
-    in_bytes = matrices if isinstance(target, PackedTarget) and target.in_bytes else set()
+    products = {id(module.weight) for module in modules if isinstance(module, Int8Linear)}
+    in_bytes = products if isinstance(target, PackedTarget) else set()
     total = 0
     for key, weight in weights.items():
         share = min(1.0, tokens / weight.shape[0]) if key in looked_up else 1.0

@@ -47,7 +47,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
     prompt_column: Annotated[str | None, typer.Option(help="Column of the questions.")] = None,
     limit: Annotated[int, typer.Option(help="Use this many conversations.")] = 200,
-    types: Annotated[str, typer.Option(help="To compare, the first with all.")] = "bfloat16,int7",
+    types: Annotated[str, typer.Option(help="To compare, the first with all.")] = "bfloat16,int8",
 ) -> None:
     """Compare types of weights by the perplexity of given answers."""
     found, rows = {}, []

@@ -102,13 +102,21 @@ def backend_for(device: torch.device, dtype: torch.dtype, fuses: bool = True) ->
     return made
 
 
-def packed_target(target: Any, in_bytes: bool = False) -> Any:
+def kernel_of(name: str) -> Callable[..., Any] | None:
+    """Our kernel for a CPU of that name; None where there is none."""
+    if not import_module("drafthead.backends.cpu.kernels.library").loaded():
+        return None
+    kernel: Callable[..., Any] = getattr(torch.ops.drafthead, name)
+    return kernel
+
+
+def packed_target(target: Any, in_int8: bool = False) -> Any:
     """The `Target` with our kernels in its passes, where there are any for it."""
-    return import_module("drafthead.backends.cpu.packed_target").packed_target(target, in_bytes)
+    return import_module("drafthead.backends.cpu.packed_target").packed_target(target, in_int8)
 
 
-def compiled_target(target: Any, in_bytes: bool, fuses: bool) -> Any:
+def compiled_target(target: Any, in_int8: bool, fuses: bool) -> Any:
     """The `Target` compiled or recorded, see `drafthead.backends.compiled_target`."""
     return import_module("drafthead.backends.compiled_target").compiled_target(
-        target, in_bytes, fuses
+        target, in_int8, fuses
     )

@@ -167,9 +167,9 @@ TargetName = Annotated[
 DtypeName = Annotated[
     str,
     Field(
-        description="Number type of the weights: auto, float32, bfloat16 or float16. int7 rounds "
-        "weights to seven bits for faster decoding on a CPU; int8 and int4 use "
-        "bitsandbytes and are not compiled. These three change the text."
+        description="Number type of the weights: auto, float32, bfloat16 or float16. int8 "
+        "multiplies whole numbers, faster on a CPU; on a GPU it uses bitsandbytes, as int4 does, "
+        "and is not compiled. Both change the text."
     ),
 ]
 RULES = (

@@ -1,8 +1,8 @@
 """Draft heads that run our kernels: a twin of a head, with the same weights.
 
-Products read packed weights, in bytes: half as much, and about two digits of each weight, as no
-guess changes an answer. Layers of ours are one call, whatever they make of what they read first.
-What is not known stays as it is: products, norms and rotary positions may be anywhere in a head.
+Products are of whole numbers of eight bits, as no guess changes an answer. Layers of ours are one
+call, whatever they make of what they read first. What is not known stays as it is: products, norms
+and rotary positions may be anywhere in a head.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ ops = torch.ops.drafthead
 class PackedAdding:
     """`DecoderLayer.added` in one call, and the layers that follow."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], in_bytes: bool):
+    def __init__(self, layers: Sequence[DecoderLayer], in_int8: bool):
         """For layers of which `are_packable` holds."""
         self.inputs, self.usual = layers[0].inputs, layers[0].added
         self.eps = layers[0].post_attention_layernorm.eps
@@ -46,7 +46,7 @@ class PackedAdding:
         self.weights = [
             weight
             for layer in layers
-            for weight in layer_weights(layer, weight_of(layer.input_layernorm), in_bytes)
+            for weight in layer_weights(layer, weight_of(layer.input_layernorm), in_int8)
         ]
 
     def __call__(
@@ -88,19 +88,19 @@ class PackedRotary(Rotary):
         return cos[:, None], sin[:, None]
 
 
-def packed_head(head: Any, in_bytes: bool = True) -> Any:
+def packed_head(head: Any, in_int8: bool = True) -> Any:
     """A twin of a `DraftHead` that runs our kernels where it can, with the same weights."""
     twin = with_same_weights(head)
     for part in list(twin.modules()):
         if isinstance(part, RecurrentHead) and are_packable(part.layers):
-            part.in_one_call = PackedAdding(list(part.layers), in_bytes).all_layers  # type: ignore
+            part.in_one_call = PackedAdding(list(part.layers), in_int8).all_layers  # type: ignore
         elif isinstance(part, DecoderLayer) and are_packable([part]):
-            part.added = PackedAdding([part], in_bytes)  # type: ignore[method-assign]
+            part.added = PackedAdding([part], in_int8)  # type: ignore[method-assign]
         for name, value in vars(part).items():
             if type(value) is Rotary and (2 * len(value.frequencies)) % NORM_MULTIPLE == 0:
                 setattr(part, name, PackedRotary(value.frequencies, value.scaling))
     for parent, name, part in list(children_in(twin)):
-        if (made := packed(part, in_bytes)) is not None:
+        if (made := packed(part, in_int8)) is not None:
             parent._modules[name] = made
     return twin
 

@@ -16,8 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
-from drafthead.backends.cpu.substitutions import added, can_be_bytes, can_be_packed, has_mask
+from drafthead.backends.cpu.substitutions import added, can_be_packed, has_mask
 from drafthead.backends.cpu.threads import threads
+from drafthead.core.target.int8 import LONGEST, Int8Linear
 from drafthead.core.target.weight_state import weights_of
 
 ATTENTION = "drafthead_cpu"
@@ -33,20 +34,20 @@ ops = torch.ops.drafthead
 class PackedLinear(nn.Module):
     """A product by packed weights."""
 
-    def __init__(self, product: nn.Linear, in_bytes: bool):
-        """The weights are also read `in_bytes` where their form allows it."""
+    def __init__(self, product: nn.Linear, in_int8: bool):
+        """With `in_int8` it is a product of whole numbers, whatever it was."""
         super().__init__()
         self.weight, self.bias, self.out_features = (
             product.weight,
             product.bias,
             product.out_features,
         )
-        self.in_bytes = in_bytes and can_be_bytes(product.weight, product.weight)
+        self.in_int8 = is_read_in_int8(product, in_int8)
 
     @cached_property
     def packed(self) -> torch.Tensor:
         """Return the weights as the kernel reads them."""
-        made: torch.Tensor = ops.pack([self.weight], False, self.in_bytes)
+        made: torch.Tensor = ops.pack([self.weight], False, self.in_int8)
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
@@ -91,12 +92,12 @@ class PackedLayer(nn.Module):
     One call runs it, after layers that were left to it: see `PackedLayers`.
     """
 
-    def __init__(self, layer: Any, in_bytes: bool):
+    def __init__(self, layer: Any, in_int8: bool):
         """For a layer of which `is_llama_layer` holds."""
         super().__init__()
         self.number = layer.self_attn.layer_idx
         self.eps, self.scale = layer.input_layernorm.variance_epsilon, layer.self_attn.scaling
-        self.weights = layer_weights(layer, layer.input_layernorm.weight, in_bytes)
+        self.weights = layer_weights(layer, layer.input_layernorm.weight, in_int8)
 
     def forward(
         self,
@@ -116,7 +117,7 @@ class PackedLayer(nn.Module):
         return ops.decoder_layers(hidden_states, *position_embeddings, *seen)
 
 
-def layer_weights(layer: Any, input_norm: torch.Tensor, in_bytes: bool) -> list[torch.Tensor]:
+def layer_weights(layer: Any, input_norm: torch.Tensor, in_int8: bool) -> list[torch.Tensor]:
     """What the kernel reads of a layer as Llama's, see `operations.decoder_layer`; `input_norm` is
     the weight [D] of its first norm.
     """
@@ -128,7 +129,7 @@ def layer_weights(layer: Any, input_norm: torch.Tensor, in_bytes: bool) -> list[
 
     def pack(*given: nn.Linear, paired: bool = False) -> torch.Tensor:
         weights = [product.weight for product in given]
-        return ops.pack(weights, paired, in_bytes and can_be_bytes(weights[0], weights[0]))
+        return ops.pack(weights, paired, is_read_in_int8(given[0], in_int8))
 
     return [
         input_norm,
@@ -193,7 +194,7 @@ AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
+def twin_of(model: PreTrainedModel, in_int8: bool) -> PreTrainedModel:
     """A model with the same weights, of which our kernels run what they can."""
     twin = with_same_weights(model)
     config = twin.config.get_text_config(decoder=True)
@@ -201,7 +202,7 @@ def twin_of(model: PreTrainedModel, in_bytes: bool) -> PreTrainedModel:
         config._attn_implementation = ATTENTION
     for parent, name, part in list(children_in(twin)):
         with threads.for_a_call():  # on a busy machine several would wait for each other
-            made = packed(part, in_bytes)
+            made = packed(part, in_int8)
         if made is not None:
             parent._modules[name] = made
             getattr(made, "packed", None)  # at once, and not at the first pass
@@ -233,12 +234,12 @@ def children_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]
             yield from children_in(part)
 
 
-def packed(part: nn.Module, in_bytes: bool) -> nn.Module | None:
+def packed(part: nn.Module, in_int8: bool) -> nn.Module | None:
     """What takes the place of a module; None where it stays."""
     if is_llama_layer(part):
-        return PackedLayer(part, in_bytes)
+        return PackedLayer(part, in_int8)
     if is_product(part):
-        return PackedLinear(part, in_bytes)  # type: ignore[arg-type]
+        return PackedLinear(part, in_int8)  # type: ignore[arg-type]
     if is_norm(part):
         return norm_like(part)
     if type(part).__name__.endswith("RotaryEmbedding") and has_fixed_frequencies(part):
@@ -248,7 +249,13 @@ def packed(part: nn.Module, in_bytes: bool) -> nn.Module | None:
 
 def is_product(part: nn.Module) -> bool:
     """Whether a module is a product by a matrix and no more, of weights that can be packed."""
-    return type(part) is nn.Linear and can_be_packed(part.weight, part.weight)
+    is_plain = isinstance(part, nn.Linear) and type(part) in (nn.Linear, Int8Linear)
+    return is_plain and can_be_packed(part.weight, part.weight)
+
+
+def is_read_in_int8(product: nn.Linear, in_int8: bool) -> bool:
+    """Whether a product is one of whole numbers, or is to be made one and can be."""
+    return isinstance(product, Int8Linear) or (in_int8 and product.in_features <= LONGEST)
 
 
 def is_norm(part: nn.Module) -> bool:

@@ -73,13 +73,13 @@ class PackedBackend(Backend):
 class PackedTarget(Target):
     """A target that runs our kernels in all passes that follow a cache."""
 
-    def __init__(self, target: Target, in_bytes: bool = False):
+    def __init__(self, target: Target, in_int8: bool = False):
         """Share the target's model; see `packed_target`."""
         self.backend = PackedBackend()
         self.plain = target
         super().__init__(target.model, target.tokenizer)
         self.numbers = target.numbers
-        self.in_bytes = in_bytes or target.in_bytes
+        self.in_int8 = in_int8
         self.pack()
 
     def find_finish(self) -> Finish:
@@ -90,7 +90,7 @@ class PackedTarget(Target):
     def pack(self) -> None:
         """Read the model's weights as they are now."""
         self.state = state_of(self.model)
-        self.called = twin_of(self.model, self.in_bytes)
+        self.called = twin_of(self.model, self.in_int8)
         decoder = find_decoder(self.called)
         self.layers = find_layers(decoder)
         after_norm = self.last_state.is_input
@@ -184,7 +184,7 @@ def is_lookup(part: nn.Module) -> bool:
     return isinstance(part, nn.Embedding)
 
 
-def packed_target(target: Target, in_bytes: bool = False) -> Target:
+def packed_target(target: Target, in_int8: bool = False) -> Target:
     """The target with our kernels; as it is, with a line in the log, where it cannot have them."""
     if isinstance(target, PackedTarget) or target.device.type != "cpu":
         return target
@@ -194,7 +194,7 @@ def packed_target(target: Target, in_bytes: bool = False) -> Target:
         target.check_compilable()
         if reason := obstacle(target):
             raise UserError(reason)
-        made = PackedTarget(target, in_bytes)
+        made = PackedTarget(target, in_int8)
         refuse_unlike(target, made)
     except Exception as error:  # whatever the code of a model raises that is given these
         reason = first_line(error)

@@ -14,7 +14,6 @@ from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPL
 from drafthead.core import sampling
 from drafthead.core.kv_cache.column_cache import additive, move_columns, visible_columns
 from drafthead.core.substitution import Substitution
-from drafthead.core.target.seven_bits import MULTIPLE
 from drafthead.core.trees.tree import TreeTables
 from drafthead.heads.growing import dynamic
 from drafthead.heads.growing.dynamic import Candidates, Opened
@@ -33,15 +32,6 @@ def can_be_packed(
     """Whether bfloat16 weights stay as they are, with values that are multiplied in pairs."""
     are_pairs = input.dtype == weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
     return isinstance(weight, nn.Parameter) and are_pairs
-
-
-def can_be_bytes(
-    input: torch.Tensor,  # [..., K]
-    weight: torch.Tensor,  # [N, K]
-    bias: torch.Tensor | None = None,  # [N]
-) -> bool:
-    """Whether weights that can be packed can be packed in bytes."""
-    return can_be_packed(input, weight, bias) and weight.shape[1] % MULTIPLE == 0
 
 
 def has_our_products(module: nn.Module) -> bool:

@@ -14,12 +14,9 @@ from drafthead.core.target.loading import (
     has_encoder,
     load_model,
     refuse_missing_folder,
-    type_name,
 )
 from drafthead.core.target.placement import WHOLE, Placement
-from drafthead.core.target.seven_bits import round_matrices
 from drafthead.core.target.target import Target
-from drafthead.core.target.weight_types import INT7
 
 ENCODER_DECODER = "encoder-decoder"
 # Kinds of model that need another class than `Target`.
@@ -52,10 +49,10 @@ def load_decoder_only(
     """Load a model, or a PEFT adapter with its base model, from a folder, GGUF file or hub id.
 
     `dtype` is `auto` (as stored), `float32`, `bfloat16`, `float16`, or a lossy one, which is
-    another model: `int7` (bfloat16 with matrices of seven bits), `int8` or `int4` (those of
-    bitsandbytes). `device` is `auto` (a GPU if there is one) or a torch device, of the inputs
-    and of all that `placement` does not put elsewhere. Raises UserError naming what could not
-    be loaded or placed, and for a model with an encoder.
+    another model: `int8` (on a CPU by `int8.py`, else by bitsandbytes) or `int4` (bitsandbytes).
+    `device` is `auto` (a GPU if there is one) or a torch device, of the inputs and of all that
+    `placement` does not put elsewhere. Raises UserError naming what could not be loaded or placed,
+    and for a model with an encoder.
     """
     source = model_folder(name)
     Target.check_kind(str(name), has_encoder(source, trust_code))
@@ -73,11 +70,7 @@ def loaded(
 ) -> Target:
     """A target of a folder or hub id that has this class of model; `name` is named in errors."""
     model, tokenizer = load_model(source, name, dtype, device, trust_code, placement)
-    target = kind(model, tokenizer)
-    if type_name(dtype) == INT7:
-        round_matrices(target.model)
-        target.in_bytes = True
-    return target
+    return kind(model, tokenizer)
 
 
 def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:

@@ -24,9 +24,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.target.adapters import add_adapter, base_of_adapter
+from drafthead.core.target.int8 import to_int8
 from drafthead.core.target.placement import Placement
 from drafthead.core.target.weight_types import (
     BITSANDBYTES,
+    INT8,
     LOSSY,
     let_dequantise,
     quantisation_of,
@@ -163,12 +165,17 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+def is_our_int8(dtype: str, device: torch.device) -> bool:
+    """Whether a type on a device is that of `int8.py`."""
+    return dtype == INT8 and device.type == "cpu"
+
+
 def quantising_options(dtype: str, device: torch.device) -> dict[str, Any]:
     """What transformers' `from_pretrained` takes for a type of BITSANDBYTES; nothing for others.
 
     Raises UserError where bitsandbytes is not installed.
     """
-    if dtype not in BITSANDBYTES:
+    if dtype not in BITSANDBYTES or is_our_int8(dtype, device):
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
@@ -238,6 +245,10 @@ def load_model(
         # Quantised weights may not be movable.
         if placement.is_whole and not is_on(model, torch_device):
             model.to(torch_device)
+        if is_our_int8(dtype, torch_device):
+            if kept := quantisation_of(model):
+                raise UserError(f"the weights of {name} are stored in {kept}: leave out dtype=int8")
+            to_int8(model)
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds for a bad folder

@@ -68,7 +68,6 @@ class OneWidthTarget(Target):
         if reason := obstacle(target):
             raise UserError(f"same_bits is not available here: {reason}")
         super().__init__(target.model, target.tokenizer)
-        self.in_bytes = target.in_bytes
         if not is_alike(self):
             raise UserError(
                 f"same_bits is not available here: {type(self.model).__name__} rounds a token "

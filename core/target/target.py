@@ -36,6 +36,7 @@ from drafthead.core.target.architecture import (
 from drafthead.core.target.context import Context
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.hooks import Place, Taps, evaluating
+from drafthead.core.target.int8 import Int8Linear
 from drafthead.core.target.logit_finish import Finish, found_finish, has_numbers, sample_ids
 from drafthead.core.target.masks import (
     HYBRID_LAYERS,
@@ -49,7 +50,7 @@ from drafthead.core.target.masks import (
 )
 from drafthead.core.target.running_states import cache_class, difference, stateful_layers
 from drafthead.core.target.tree_cache import TreeCache
-from drafthead.core.target.weight_types import BITSANDBYTES, INT7, quantisation_of
+from drafthead.core.target.weight_types import BITSANDBYTES, INT8, quantisation_of
 
 # Share by which logits may differ, in types of so many bytes.
 MOST_DIFFERENT = {2: 0.1, 4: 1e-3, 8: 1e-3}
@@ -72,7 +73,6 @@ class Target:
     # What follows the source in a prompt: with it the decoder begins. Empty without an encoder.
     decoder_prompt: tuple[int, ...] = ()
     memory: FreshMemory = FRESH  # of its caches
-    in_bytes = False  # whether its matrices were rounded, and our kernels read bytes
     backend: Backend = EAGER
     kernels: TreeKernels | None = None  # of recorded passes, where they fit the model
     # Of a part of a larger target: which of the latter's layers it has, and so of its caches.
@@ -196,8 +196,8 @@ class Target:
     @property
     def precision(self) -> str:
         """The type of the weights, as `load_target` takes it, or how they are quantised."""
-        if self.in_bytes:
-            return INT7
+        if any(isinstance(part, Int8Linear) for part in self.model.modules()):
+            return INT8
         return quantisation_of(self.model) or str(self.dtype).removeprefix("torch.")
 
     @property
@@ -281,8 +281,8 @@ class Target:
         self.refuse_states("compile")
         if len({weight.device for weight in self.model.parameters()}) > 1:
             raise UserError("compile is for targets whose layers are all on one device")
-        if self.precision in BITSANDBYTES:
-            raise UserError(f"compile is not available for targets of the type {self.precision}")
+        if (kind := quantisation_of(self.model)) in BITSANDBYTES:
+            raise UserError(f"compile is not available for targets of the type {kind}")
 
     def as_prompt(self, text: list[int]) -> list[int]:
         """The prompt for a user's text of token ids: here the same.
@@ -299,19 +299,19 @@ class Target:
         """
         return self.decoder_prompt or prompt
 
-    def compiled(self, in_bytes: bool = False, fuses: bool = True) -> "Target":
+    def compiled(self, in_int8: bool = False, fuses: bool = True) -> "Target":
         """This target with passes compiled, or on a GPU recorded; its model is shared.
 
-        With `in_bytes` passes read the weights as bytes: for draft models. Without `fuses` layers
+        With `in_int8` passes multiply whole numbers: for draft models. Without `fuses` layers
         are recorded as they are: for first answers.
         """
         with evaluating(self.model):
-            made: Target = compiled_target(self, in_bytes, fuses)
+            made: Target = compiled_target(self, in_int8, fuses)
         return made
 
-    def packed(self, in_bytes: bool = False) -> "Target":
+    def packed(self, in_int8: bool = False) -> "Target":
         """This target with passes that run our kernels at once, where there are any for it."""
-        made: Target = packed_target(self, in_bytes)
+        made: Target = packed_target(self, in_int8)
         return made
 
     def new_cache(self) -> TreeCache:

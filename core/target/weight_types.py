@@ -7,17 +7,17 @@ import torch
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-INT7 = "int7"  # the type of targets whose matrices are rounded, see `heads.target.seven_bits`
+INT8 = "int8"  # on a CPU products of our own, see `int8`
 # Types whose matrices bitsandbytes keeps in so few bits, all but the output head's.
 BITSANDBYTES: dict[str, dict[str, Any]] = {
-    "int8": {"load_in_8bit": True},
+    INT8: {"load_in_8bit": True},
     "int4": {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_compute_dtype": torch.bfloat16,
     },
 }
-LOSSY = (INT7, *BITSANDBYTES)  # all of them compute in bfloat16
+LOSSY = tuple(BITSANDBYTES)  # their hidden states are in bfloat16
 # How checkpoints store weights that transformers can turn into 16-bit numbers as it reads them.
 # As they are they round activations as well, by all tokens of a block, with kernels of the hub.
 DEQUANTISED = "fp8", "compressed-tensors"

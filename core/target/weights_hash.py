@@ -6,6 +6,7 @@ import torch
 
 from drafthead.core.target.placement import whole_weight
 from drafthead.core.target.target import Target
+from drafthead.core.target.weight_types import LOSSY
 
 SAMPLES = 64  # elements of each tensor
 
@@ -26,6 +27,8 @@ def weights_fingerprint(target: Target) -> str:
             if type(weight) is not torch.Tensor:  # torchao's, of which no element can be read
                 weight = weight.dequantize()
             digest.update(_sample(weight).cpu().numpy().tobytes())
+    if target.precision in LOSSY:  # of the same weights another model
+        digest.update(target.precision.encode())
     return digest.hexdigest()
 
 

@@ -73,12 +73,12 @@ class LevelDrafter(Drafter):
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
 
     def compile(self, target: Target | None = None) -> None:
-        """Compile the model's passes; on a CPU they read its weights as bytes."""
+        """Compile the model's passes; on a CPU they multiply in int8."""
         if target is not None and not target.backend.compiles:
-            self.model = self.model.packed(in_bytes=True)
+            self.model = self.model.packed(in_int8=True)
             return
         fuses = target is not None and target.backend.fuses
-        self.model = self.model.compiled(in_bytes=True, fuses=fuses)
+        self.model = self.model.compiled(in_int8=True, fuses=fuses)
 
 
 class LevelSession(DraftSession):

@@ -206,7 +206,7 @@ def test_a_part_keeps_every_end_token_whatever_their_number(make_target) -> None
 
 def test_a_part_on_a_gpu_is_recorded_with_masks(monkeypatch) -> None:
     part = part_of(make_model("llama"), [1, 3])
-    names = "model", "tokenizer", "dtype", "in_bytes", "numbers"
+    names = "model", "tokenizer", "dtype", "numbers"
     there = {name: getattr(part, name) for name in names} | {"device": torch.device("cuda")}
     monkeypatch.setattr(TreeKernels, "for_model", lambda *_: object())
     monkeypatch.setattr(CacheMemory, "on", lambda _: FRESH)  # which asks the device

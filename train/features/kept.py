@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import replacing, write_text
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.core.target.seven_bits import rounded
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats.files import read_json
@@ -184,8 +183,9 @@ def to_int8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The states 0.5 -1.27 0.104 have the scale 0.01 and the numbers 50 -127 10.
     """
-    numbers, scales = rounded(hidden, LEVELS)
-    return numbers.to(torch.int8), scales.to(hidden.dtype)
+    values = hidden.float()
+    scales = values.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
+    return (values / scales[..., None]).round().to(torch.int8), scales.to(hidden.dtype)
 
 
 def from_int8(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ FLAGS = (
     *("-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mlzcnt", "-mbmi", "-mbmi2"),
 )
 AVX512_FLAGS = tuple(f"-mavx512{part}" for part in ("f", "dq", "vl", "bw", "vnni", "bf16"))
-AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
+AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,11 @@ def path_of(source: str) -> Path:
     return built if built.exists() else cache_or_scratch("library") / built.name
 
 
+def has_vnni() -> bool:
+    """Whether processors without AVX512 multiply whole numbers of eight bits at once."""
+    return bool(torch.cpu.get_capabilities().get("avx_vnni", False))
+
+
 def command(source: Path, library: Path) -> list[str]:
     """What compiles the library."""
     widest = "AVX2" if kernel_set() == AVX2 else "AVX512"
@@ -69,6 +74,7 @@ def command(source: Path, library: Path) -> list[str]:
     return [
         *(os.environ.get("CXX", "g++"), *FLAGS, *(AVX512_FLAGS if widest == "AVX512" else ())),
         *(AMX_FLAGS if kernel_set() == AMX else ()),
+        *(("-mavxvnni",) if kernel_set() == AVX2 and has_vnni() else ()),
         *(f"-DCPU_CAPABILITY_{widest}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
         *(str(source), "-o", str(library)),

@@ -14,6 +14,7 @@ from torch.nn import functional
 from drafthead.backends.cpu.kernels import packing
 from drafthead.core import sampling
 from drafthead.core.kv_cache.column_cache import move_columns, visible_columns
+from drafthead.core.target import int8
 from drafthead.core.trees.tree import TreeTables
 from drafthead.heads.growing import dynamic
 
@@ -50,40 +51,53 @@ def as_rows(x: torch.Tensor, packed: torch.Tensor, size: int, *_: object) -> tor
 
 
 def empty_pack(
-    weights: Sequence[torch.Tensor], paired: bool = False, in_bytes: bool = False
+    weights: Sequence[torch.Tensor], paired: bool = False, in_int8: bool = False
 ) -> torch.Tensor:
     """An empty result of `pack`."""
     columns, inner = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    lines = inner // 4 + 1 if in_bytes else inner // 2
-    return weights[0].new_empty(-(-columns // packing.COLUMNS), lines, packing.COLUMNS, 2)
+    blocks = -(-columns // packing.COLUMNS)
+    if in_int8:
+        lines = -(-inner // int8.TURNED) * int8.TURNED // 4 + 2
+        return weights[0].new_empty(blocks, lines, packing.COLUMNS, dtype=torch.int32)
+    return weights[0].new_empty(blocks, inner // 2, packing.COLUMNS, 2)
 
 
-operation("pack(Tensor[] weights, bool paired=False, bool in_bytes=False) -> Tensor", empty_pack)(
+operation("pack(Tensor[] weights, bool paired=False, bool in_int8=False) -> Tensor", empty_pack)(
     packing.pack
 )
+
+
+def empty_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An empty result of `int8_rows`."""
+    size = -(-x.shape[1] // int8.TURNED) * int8.TURNED
+    return x.new_empty(len(x), size, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32)
+
+
+operation("int8_rows(Tensor x) -> (Tensor, Tensor)", empty_rows)(int8.rounded)
 
 
 @operation("linear(Tensor x, Tensor packed, SymInt size, Tensor? bias) -> Tensor", as_rows)
 def linear(
     x: torch.Tensor,  # [..., K]
-    packed: torch.Tensor,  # [N / 32, .., 32, 2], from `pack`
+    packed: torch.Tensor,  # from `pack`
     size: int,  # N
     bias: torch.Tensor | None,  # [N]
 ) -> torch.Tensor:
     """x weight^T + bias [..., N]."""
-    weight = packing.unpacked(packed, x.shape[-1]).flatten(0, 1)[:size]
-    return functional.linear(x, weight, bias)
+    if packed.dtype == torch.int32:
+        numbers, scales = (part.flatten(0, 1)[:size] for part in packing.unpacked_int8(packed))
+        return int8.product(x, numbers, scales, bias)
+    return functional.linear(x, packing.unpacked(packed).flatten(0, 1)[:size], bias)
 
 
 @operation("gated(Tensor x, Tensor packed, SymInt size) -> Tensor", as_rows)
 def gated(
     x: torch.Tensor,  # [..., K]
-    packed: torch.Tensor,  # [2N / 32, .., 32, 2], paired, from `pack`
+    packed: torch.Tensor,  # of [2N, K], paired, from `pack`
     size: int,  # N, a multiple of 32
 ) -> torch.Tensor:
     """silu(x gate^T) * (x up^T) [..., N]."""
-    rows = packing.unpacked(packed, x.shape[-1])
-    gate, up = (functional.linear(x, rows[half::2].flatten(0, 1)) for half in range(2))
+    gate, up = (linear(x, packed[half::2], size, None) for half in range(2))
     return functional.silu(gate) * up
 
 

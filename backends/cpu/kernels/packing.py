@@ -2,8 +2,8 @@
 
 Decoding multiplies each weight matrix with one row, or with one row a tree node, so a pass is as
 fast as weights come from memory: they are packed once, in large pages. Weights of drafts, and of
-targets of the type int7, are packed in bytes: seven bits each, and a scale for each column. Half as
-much is read; what a draft guesses changes no answer.
+targets of the type int8, are packed as whole numbers of eight bits, with a scale for each column:
+half as much is read, and what a draft guesses changes no answer.
 """
 
 import mmap
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from drafthead.core.target.seven_bits import LEVELS, rounded
+from drafthead.core.target import int8
 from drafthead.core.target.weight_state import weight_state
 
 COLUMNS = 32  # of the product, in a block of packed weights
@@ -64,28 +64,30 @@ memory = HugePages()
 
 
 def pack(
-    weights: Sequence[torch.Tensor], paired: bool = False, in_bytes: bool = False
+    weights: Sequence[torch.Tensor], paired: bool = False, in_int8: bool = False
 ) -> torch.Tensor:
     """Weights [N, K], stacked, in the order in which the kernel reads them.
 
     [N / 32, K / 2, 32, 2]: blocks of 32 columns of the product, with the values that are
     multiplied together next to each other. The last block is padded with zeros. If `paired`, each
     block of the first half is followed by that of the second half: a b c d becomes a c b d.
-    `in_bytes`: [N / 32, K / 4 + 1, 32, 2], bytes as `in_byte_blocks` makes them, for K a multiple
-    of 8.
+    `in_int8`: [N / 32, K' / 4 + 2, 32], as `in_int8_blocks` makes them; K' is that of
+    `int8.rounded`.
     """
     known = packed_weights.setdefault(weights[0], {})
-    key = (paired, in_bytes, *(weight.data_ptr() for weight in weights))
+    key = (paired, in_int8, *(weight.data_ptr() for weight in weights))
     # Weights may have been changed or replaced since a graph of theirs was made. The sum notices
     # what was written by way of `weight.data`, which no version counts.
     values = [(weight_state(weight), checksum(weight)) for weight in weights]
     if key not in known or known[key][0] != values:
         whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-        blocks = (in_byte_blocks if in_bytes else in_blocks)(whole)
+        blocks = (in_int8_blocks if in_int8 else in_blocks)(whole)
         if paired:
             blocks = blocks.unflatten(0, (2, -1)).transpose(0, 1)
-        copy = memory.copy(blocks).flatten(0, -3).view(torch.bfloat16)
-        known[key] = values, copy.unflatten(-1, (COLUMNS, 2))
+        copy = memory.copy(blocks).flatten(0, -3)
+        if not in_int8:
+            copy = copy.view(torch.bfloat16).unflatten(-1, (COLUMNS, 2))
+        known[key] = values, copy
     return known[key][1]
 
 
@@ -109,28 +111,27 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
     return seen_as(torch.int32, rows).unflatten(0, (-1, COLUMNS)).transpose(1, 2)
 
 
-def in_byte_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """`pack` of one weight [N, K] in bytes, of which four are seen as one: see `multiply.h`."""
+def in_int8_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """`pack` of one weight [N, K] as whole numbers, of which four are seen as one: see `int8.h`.
+
+    They are followed by where sums start, as a kernel adds 128 to what it multiplies, and by the
+    scales.
+    """
+    numbers, scales = torch.ops.drafthead.int8_rows(weight)
     missing = -weight.shape[0] % COLUMNS
-    columns = functional.pad(weight, (0, 0, 0, missing)).unflatten(0, (-1, COLUMNS))
-    numbers, scales = rounded(columns)
-    values = (numbers + LEVELS + 1).to(torch.uint8)  # 1 to 127
-    values = values.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1)
-    parts = values.view(torch.int32), scales.view(torch.int32)
-    return torch.cat(parts, dim=1).unflatten(1, (-1, COLUMNS))
+    fours = functional.pad(numbers, (0, 0, 0, missing)).view(torch.int32)
+    starts = functional.pad(numbers.sum(-1, dtype=torch.int32) * -128, (0, missing))
+    factors = functional.pad(scales / int8.TURNED, (0, missing)).view(torch.int32)
+    ends = torch.stack([starts.view(-1, COLUMNS), factors.view(-1, COLUMNS)], dim=1)
+    return torch.cat([fours.unflatten(0, (-1, COLUMNS)).transpose(1, 2), ends], dim=1)
 
 
-def unpacked(packed: torch.Tensor, inner: int) -> torch.Tensor:
-    """The blocks' weights [N / 32, 32, K], where K is `inner`."""
-    if not is_in_bytes(packed.shape[1], inner):
-        return packed.transpose(1, 2).flatten(2)
-    blocks = packed.flatten(1).contiguous()
-    values = blocks[:, : 16 * inner].view(torch.uint8).unflatten(1, (-1, COLUMNS, 2))
-    scales = blocks[:, 16 * inner :].view(torch.float32)
-    weights = (values.transpose(1, 2).flatten(2).float() - LEVELS - 1) * scales[..., None]
-    return weights.to(packed.dtype)
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """The blocks' weights [N / 32, 32, K]."""
+    return packed.transpose(1, 2).flatten(2)
 
 
-def is_in_bytes(lines: int, inner: int) -> bool:
-    """Whether packed weights [N / 32, lines, 32, 2] of K `inner` are in bytes."""
-    return lines != inner // 2
+def unpacked_int8(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks' numbers [N / 32, 32, K'] and scales [N / 32, 32], as `int8.rounded` has them."""
+    numbers = packed[:, :-2].transpose(1, 2).contiguous().view(torch.int8)
+    return numbers, packed[:, -1].contiguous().view(torch.float32) * int8.TURNED

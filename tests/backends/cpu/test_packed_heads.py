@@ -17,8 +17,8 @@ from drafthead.heads.growing import dynamic
 from drafthead.infer.decoder import decoder_for
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
-# Rounding to bfloat16 in another order, and weights of seven bits: shares of the logits' size.
-ROUNDING, IN_BYTES = 0.02, 0.06
+# Rounding to bfloat16 in another order, and products of whole numbers: shares of the logits' size.
+ROUNDING, IN_INT8 = 0.02, 0.06
 OTHER_FORMS = {  # of families that have several
     "eagle": [{"num_layers": 2}],
     "eagle3": [{"num_layers": 2, "qk_norm": True}, {"norm_before_residual": True, "window": 6}],
@@ -49,10 +49,10 @@ def logits_of(drafter: HeadDrafter, target: Target, kernels: bool) -> list[torch
     return found
 
 
-@pytest.mark.parametrize("in_bytes", [False, True])
-def test_kernels_guess_what_torch_guesses(family, in_bytes, wide, make_head, monkeypatch) -> None:
-    """Heads of all families and forms that read their weights packed, in bfloat16 or in bytes."""
-    monkeypatch.setattr(packed_target, "packed_head", lambda head: packed_head(head, in_bytes))
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_kernels_guess_what_torch_guesses(family, in_int8, wide, make_head, monkeypatch) -> None:
+    """Heads of all families and forms that read packed weights, bfloat16 or whole numbers."""
+    monkeypatch.setattr(packed_target, "packed_head", lambda head: packed_head(head, in_int8))
     for form in [{}, *OTHER_FORMS.get(family, [])]:
         head = make_head(family, wide, **form).to(torch.bfloat16)
         both = []
@@ -64,7 +64,7 @@ def test_kernels_guess_what_torch_guesses(family, in_bytes, wide, make_head, mon
         depths = min(logits[0].shape[1] for logits in both)  # Medusa may ask all heads
         expected, found = (logits[0][:, :depths] for logits in both)
         share = float((found - expected).norm() / expected.norm())
-        assert share < (IN_BYTES if in_bytes else ROUNDING), (form, share)
+        assert share < (IN_INT8 if in_int8 else ROUNDING), (form, share)
 
 
 def test_layers_are_one_call(wide, make_head) -> None:

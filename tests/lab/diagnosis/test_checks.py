@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
 
+from drafthead.core.target.int8 import to_int8
 from drafthead.core.target.loading import vocabulary_of
 from drafthead.core.target.target import Target
 from drafthead.core.target.weights_hash import weights_fingerprint
@@ -232,10 +234,10 @@ def test_a_head_of_another_target_is_found(target: Target, head: DraftHead, heal
     assert "another target" in found
 
 
-def test_a_target_of_seven_bits_is_found(target: Target, head: DraftHead, healthy: Path):
+def test_a_target_of_whole_numbers_is_found(target: Target, head: DraftHead, healthy: Path):
     examination = seen(target, head, healthy)
-    rounded = Target(target.model, target.tokenizer)
-    rounded.in_bytes = True
+    rounded = Target(deepcopy(target.model), target.tokenizer)
+    to_int8(rounded.model)
     patient = replace(examination.patient, target=rounded)
     assert "another target" in Faults(replace(examination, patient=patient))
 

@@ -4,10 +4,6 @@
 #include "common.h"
 
 namespace {
-// Values of one block of 32 columns, counted in bfloat16.
-template <bool IN_BYTES>
-inline int64_t block_size(int64_t inner) { return IN_BYTES ? 16 * inner + 64 : 32 * inner; }
-
 // What products fetch for those that follow: `lines` cache lines from `start` on for every eight
 // values of x, of which there is one line each.
 struct Ahead {

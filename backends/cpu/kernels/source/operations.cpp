@@ -27,21 +27,24 @@ int threads() { return omp_get_max_threads(); }
 
 const BFloat16* read(const Tensor& x) { return x.const_data_ptr<BFloat16>(); }
 BFloat16* written(const Tensor& x) { return x.mutable_data_ptr<BFloat16>(); }
+// Packed weights of either form.
+const BFloat16* packed_of(const Tensor& x) {
+    return static_cast<const BFloat16*>(x.const_data_ptr());
+}
 const BFloat16* read_if_any(const Tensor& x) { return x.numel() ? read(x) : nullptr; }
 int64_t rows_of(const Tensor& x) { return x.numel() / x.size(-1); }
 
-// The first part of [rows, inner] x packed, whose form its size tells.
+// The first part of [rows, inner] x packed, whose form its type tells.
 void multiply_rows(const BFloat16* x, const Tensor& packed, const BFloat16* bias, BFloat16* out,
                    int64_t rows, int64_t inner, int64_t size) {
-    const bool in_bytes = packed.size(1) != inner / 2;
-    (in_bytes ? linear<true> : linear<false>)(x, read(packed), bias, out, rows, inner, size,
-                                              threads());
+    const auto multiply = packed.scalar_type() == at::kInt ? linear<Int8Rows> : linear<Bfloat16Rows>;
+    multiply(x, packed_of(packed), bias, out, rows, inner, size, threads());
 }
 
 void gate_rows(const BFloat16* x, const Tensor& packed, BFloat16* out, int64_t rows, int64_t inner,
                int64_t size) {
-    const bool in_bytes = packed.size(1) != inner / 2;
-    (in_bytes ? gated<true> : gated<false>)(x, read(packed), out, rows, inner, size, threads());
+    const auto multiply = packed.scalar_type() == at::kInt ? gated<Int8Rows> : gated<Bfloat16Rows>;
+    multiply(x, packed_of(packed), out, rows, inner, size, threads());
 }
 
 // f(D as a constant) for heads of a multiple of 32 values, up to 256
@@ -105,6 +108,19 @@ Tensor gated_op(const Tensor& x, const Tensor& packed, int64_t size) {
     Tensor out = at::empty(sizes, x.options());
     gate_rows(read(rows), packed, written(out), rows_of(rows), rows.size(-1), size);
     return out;
+}
+
+std::tuple<Tensor, Tensor> int8_rows_op(const Tensor& x) {
+    const Tensor from = x.contiguous();
+    const int64_t rows = from.size(0), inner = from.size(1), size = padded(inner);
+    Tensor out = at::empty({rows, size}, x.options().dtype(at::kChar));
+    Tensor scales = at::empty({rows}, x.options().dtype(at::kFloat));
+    auto* numbers = static_cast<uint8_t*>(out.mutable_data_ptr());
+    #pragma omp parallel for num_threads(threads()) if (rows * inner > SHARED)
+    for (int64_t r = 0; r < rows; ++r) {
+        scales.mutable_data_ptr<float>()[r] = to_int8(read(from) + r * inner, inner, 0, numbers + r * size);
+    }
+    return {out, scales};
 }
 
 Tensor attend_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask,
@@ -394,6 +410,7 @@ void move_columns_op(TensorList keys, TensorList values, const Tensor& source,
 TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("linear", TORCH_FN(linear_op));
     m.impl("gated", TORCH_FN(gated_op));
+    m.impl("int8_rows", TORCH_FN(int8_rows_op));
     m.impl("attend", TORCH_FN(attend_op));
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drafthead.backends.cpu.kernels import library, packing
+from drafthead.core.target import int8
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 
@@ -21,12 +22,12 @@ def layers() -> nn.ModuleList:
 
 
 def products(
-    layers: nn.ModuleList, rows: Sequence[torch.Tensor], in_bytes: bool = False
+    layers: nn.ModuleList, rows: Sequence[torch.Tensor], in_int8: bool = False
 ) -> list[torch.Tensor]:
-    """Of each layer with its rows; those whose rows fill no blocks of bytes stay as they are."""
+    """Of each layer with its rows."""
     found = []
     for layer, x in zip(layers, rows, strict=True):
-        packed = packing.pack([layer.weight], False, in_bytes and layer.in_features % 8 == 0)
+        packed = packing.pack([layer.weight], False, in_int8)
         found.append(torch.ops.drafthead.linear(x, packed, layer.out_features, layer.bias))
     return found
 
@@ -59,65 +60,61 @@ def test_a_number_that_is_none_or_infinite_reaches_its_own_row_alone(layers, val
 
 
 def test_a_row_has_the_same_bits_in_a_product_of_any_number_of_rows(layers) -> None:
-    check_alike(layers, in_bytes=False)
+    check_alike(layers, in_int8=False)
 
 
-def check_alike(layers: nn.ModuleList, in_bytes: bool) -> None:
+def check_alike(layers: nn.ModuleList, in_int8: bool) -> None:
     """Products of 0 to 70 rows with the layers have the bits of each row's own.
 
     A large product of torch between them uses the processor's tiles, too, if there are any.
     """
     x, other = inputs(layers, 70), torch.randn(256, 256).bfloat16()
-    alone = [products(layers, [rows[[r]] for rows in x], in_bytes) for r in range(70)]
+    alone = [products(layers, [rows[[r]] for rows in x], in_int8) for r in range(70)]
     for count in range(71):
         torch.mm(other, other)
-        together = products(layers, [rows[:count] for rows in x], in_bytes)
+        together = products(layers, [rows[:count] for rows in x], in_int8)
         for layer, found in enumerate(together):
             for r, own in enumerate(alone[:count]):
                 assert torch.equal(found[r], own[layer][0]), (count, layer, r)
 
 
-# Weights in bytes
-
-
-def in_bytes(layer: nn.Linear) -> torch.Tensor:
-    """The layer's weights [N, K] as its bytes have them."""
-    scales = layer.weight.float().abs().amax(1, keepdim=True) / 63
-    return (layer.weight.float() / scales).round() * scales
+# Whole numbers
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 40])
-def test_products_of_bytes_are_those_of_rounded_weights(layers, rows) -> None:
-    """The last layer's rows have 70 values, which fill no blocks of bytes: it stays as it is."""
+def test_products_of_whole_numbers_have_the_bits_of_torchs(layers, rows) -> None:
+    """Of every set of kernels, so that all have the same; a row of zeros among the others."""
     arguments = inputs(layers, rows)
-    results = products(layers, arguments, in_bytes=True)
+    arguments[0][0] = 0
+    results = products(layers, arguments, in_int8=True)
     for layer, x, result in zip(layers, arguments, results, strict=True):
-        weight = in_bytes(layer) if layer.in_features % 8 == 0 else layer.weight.float()
-        bias = None if layer.bias is None else layer.bias.float()
-        expected = nn.functional.linear(x.float(), weight, bias)
-        torch.testing.assert_close(result.float(), expected, rtol=2**-8, atol=2e-3)
+        expected = int8.product(x, *int8.rounded(layer.weight), layer.bias)
+        assert torch.equal(result, expected)
 
 
-def test_a_row_in_bytes_has_the_same_product_alone_and_among_others(layers) -> None:
-    check_alike(layers, in_bytes=True)
+@pytest.mark.parametrize("inner", [1, 63, 64, 576])
+def test_rows_are_rounded_as_torch_rounds_them(inner) -> None:
+    """Of very different sizes, zeros, infinite numbers and what is none among them."""
+    torch.manual_seed(inner)
+    x = (torch.randn(40, inner) * 10.0 ** torch.arange(-20, 20)[:, None]).bfloat16()
+    x[3], x[4, 0], x[5, 0] = 0, torch.inf, torch.nan
+    numbers, scales = torch.ops.drafthead.int8_rows(x)
+    expected, their = int8.rounded(x)
+    torch.testing.assert_close(scales, their, rtol=0, atol=0, equal_nan=True)
+    finite = scales.isfinite()
+    assert finite.sum() == 38 and torch.equal(numbers[finite], expected[finite])
 
 
-def test_bytes_hold_every_column_to_seven_bits() -> None:
-    """Of very different sizes, zeros among them."""
-    torch.manual_seed(0)
-    weight = (torch.randn(40, 64) * 10.0 ** torch.arange(-20, 20)[:, None]).bfloat16()
-    weight[3] = 0
-    packed = packing.pack([weight], False, True)
-    assert packed.shape == (2, 64 // 4 + 1, 32, 2)
-    found = packing.unpacked(packed, 64).flatten(0, 1)[:40].float()
-    step = weight.float().abs().amax(1, keepdim=True) / 63
-    error = (found - weight.float()).abs()
-    assert error.le(0.501 * step + 2**-8 * found.abs()).all(), "half a step, in bfloat16"
-    assert not found[3].any()
+def test_a_row_of_whole_numbers_has_the_same_product_alone_and_among_others(layers) -> None:
+    check_alike(layers, in_int8=True)
 
 
-def test_bytes_and_bfloat16_are_packed_apart() -> None:
-    weight = torch.randn(32, 64).bfloat16()
+def test_whole_numbers_and_bfloat16_are_packed_apart() -> None:
+    weight = torch.randn(40, 64).bfloat16()
     first, second = packing.pack([weight]), packing.pack([weight], False, True)
-    assert first.shape[1] == 32 and second.shape[1] == 17
-    assert torch.equal(packing.unpacked(first, 64)[0], weight)
+    assert first.shape == (2, 32, 32, 2) and second.shape == (2, 64 // 4 + 2, 32)
+    assert torch.equal(packing.unpacked(first).flatten(0, 1)[:40], weight)
+    numbers, scales = packing.unpacked_int8(second)
+    expected, their = int8.rounded(weight)
+    assert torch.equal(numbers.flatten(0, 1)[:40], expected)
+    assert torch.equal(scales.flatten()[:40], their)

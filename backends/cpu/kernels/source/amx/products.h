@@ -2,6 +2,7 @@
 #ifndef DRAFTHEAD_PRODUCTS
 #define DRAFTHEAD_PRODUCTS
 #include "multiply.h"
+#include "multiply_int8.h"
 
 namespace {
 // f(first column) for each block of 32 of `size` columns, shared out to threads
@@ -16,11 +17,10 @@ inline void for_blocks(int64_t size, int threads, const F& f) {
 }
 
 // f(first row, number of rows, what to fetch) for groups of rows that are multiplied with `values`
-// weights together.
-template <bool IN_BYTES, typename F>
+// weights together, which are LINES cache lines for every eight values of a row.
+template <int LINES, typename F>
 inline void in_groups_ahead(int64_t rows, const at::BFloat16* weights, int64_t values,
                             const F& f) {
-    constexpr int LINES = IN_BYTES ? 4 : 8;
     if (rows == 0) return;
     const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, group = group_size(rows, MOST_ROWS);
     // One group fetches what it needs itself soon. The first of several finds the weights in the

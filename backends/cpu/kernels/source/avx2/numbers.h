@@ -7,6 +7,8 @@
 
 namespace {
 constexpr int LANES = 8;
+using floats = __m256;
+using ints = __m256i;
 
 inline __m256 widen(__m128i halves) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -44,6 +46,32 @@ inline void store(__m256 values, at::BFloat16* to, int64_t count = 8) {
     } else {
         std::memcpy(to, &halves, std::max<int64_t>(count, 0) * sizeof(*to));
     }
+}
+
+inline void store(__m256 values, float* to) { _mm256_storeu_ps(to, values); }
+
+// Stores eight numbers up to 127, rounded to whole ones, with `shift` added.
+inline void store_bytes(__m256 values, int shift, uint8_t* to) {
+    __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(values), _mm256_set1_epi32(shift));
+    whole = _mm256_and_si256(whole, _mm256_set1_epi32(0xff));
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(whole),
+                                            _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+}
+
+// Of pairs of numbers a and b, S places apart, a + b and a - b.
+template <int S>
+inline __m256 sums_and_differences(__m256 values) {
+    constexpr int SECOND = S == 1 ? 0xaa : S == 2 ? 0xcc : 0xf0;
+    const __m256i places = _mm256_setr_epi32(0 ^ S, 1 ^ S, 2 ^ S, 3 ^ S, 4 ^ S, 5 ^ S, 6 ^ S, 7 ^ S);
+    const __m256 other = _mm256_permutevar8x32_ps(values, places);
+    return _mm256_blend_ps(_mm256_add_ps(other, values), _mm256_sub_ps(other, values), SECOND);
+}
+
+// The larger of the bits of sizes, which are in the order of these, and before those of no number.
+inline __m256i larger(__m256i bits, __m256 values) {
+    const __m256i size = _mm256_set1_epi32(0x7fffffff);
+    return _mm256_max_epi32(bits, _mm256_and_si256(_mm256_castps_si256(values), size));
 }
 
 // Which of the first `count` of eight numbers are larger than `bound`.

@@ -1,14 +1,13 @@
-// Products of few rows with blocks of packed weights, in bfloat16 or in bytes.
+// Products of few rows with blocks of packed weights, in bfloat16.
 #ifndef DRAFTHEAD_MULTIPLY
 #define DRAFTHEAD_MULTIPLY
 #include "ahead.h"
-#include "factors.h"
+#include "bfloat16_rows.h"
 
 namespace {
 // Few rows wait for memory, which the processor then reads ahead by itself: asking as well takes a
-// third longer. More are busy with arithmetic, and so are three in bytes: they have to ask.
-template <bool IN_BYTES>
-constexpr int FEW = IN_BYTES ? 2 : 6;
+// third longer. More are busy with arithmetic: they have to ask.
+constexpr int FEW = 6;
 // Sums of 12 rows and 32 columns fill 24 of the 32 registers.
 constexpr int MOST_ROWS = 12, GROUP_ROWS = 8;
 
@@ -16,30 +15,22 @@ constexpr int MOST_ROWS = 12, GROUP_ROWS = 8;
 inline int64_t distance_of(int64_t) { return 128 * 32; }
 
 // out[r][0..31] = x[row + r] . block + bias for R rows, of which the first `columns` are stored.
-template <int R, bool IN_BYTES>
-inline void multiply(std::integral_constant<int, R>, const Factors<IN_BYTES>& factors, int64_t row,
+template <int R>
+inline void multiply(std::integral_constant<int, R>, const Bfloat16Rows& factors, int64_t row,
                      const at::BFloat16* block, const at::BFloat16* bias, at::BFloat16* out,
                      int64_t size, int columns, Ahead ahead) {
     const auto* x = factors.x + row * factors.inner;
-    const auto* totals = factors.sums.data() + row;
     const int64_t inner = factors.inner;
     const __mmask16 some[2] = {first(columns), first(std::max(columns - 16, 0))};
     auto bias_of = [&](int c) INLINE {
         return bias ? load(bias + c * 16, some[c]) : _mm512_setzero_ps();
     };
     __m512 sums[2 * R];
-    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
-        sums[i] = IN_BYTES ? _mm512_setzero_ps() : bias_of(i % 2);
-    });
-    const auto* bytes = reinterpret_cast<const uint8_t*>(block);
+    c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE { sums[i] = bias_of(i % 2); });
     // One instruction multiplies a pair of x, repeated 16 times, with the pairs of 16 columns.
     auto pair = [&](int64_t k) INLINE {
         auto weights = [&](int c) INLINE {
-            if constexpr (IN_BYTES) {
-                return (__m512bh)from_bytes(bytes + (k + c) * 32);
-            } else {
-                return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
-            }
+            return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
         };
         __m512bh left = weights(0), right = weights(1);
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
@@ -51,7 +42,7 @@ inline void multiply(std::integral_constant<int, R>, const Factors<IN_BYTES>& fa
     };
     int64_t k = 0;
     for (; k + 8 <= inner; k += 8) {
-        if constexpr (R > FEW<IN_BYTES>) {
+        if constexpr (R > FEW) {
             for (int line = 0; line < ahead.lines; ++line, ahead.start += 32) {
                 _mm_prefetch((const char*)ahead.start, _MM_HINT_T1);
             }
@@ -63,14 +54,6 @@ inline void multiply(std::integral_constant<int, R>, const Factors<IN_BYTES>& fa
     }
     for (; k < inner; k += 2) {
         pair(k);
-    }
-    if constexpr (IN_BYTES) {
-        auto* scales = reinterpret_cast<const float*>(bytes + inner * 32);
-        c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
-            __m512 shift = _mm512_set1_ps(ZERO * totals[i / 2]);
-            __m512 scale = _mm512_loadu_ps(scales + i % 2 * 16);
-            sums[i] = _mm512_fmadd_ps(_mm512_sub_ps(sums[i], shift), scale, bias_of(i % 2));
-        });
     }
     c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
         store(sums[i], out + i / 2 * size + i % 2 * 16, some[i % 2]);

@@ -6,6 +6,8 @@
 
 namespace {
 constexpr int LANES = 16;
+using floats = __m512;
+using ints = __m512i;
 
 // The mask of the first `count` of sixteen numbers.
 inline __mmask16 first(int64_t count) {
@@ -25,6 +27,8 @@ inline __m512 load(const at::BFloat16* from, __mmask16 some) {
     return widen(_mm256_maskz_loadu_epi16(some, from));
 }
 
+inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
+
 inline __m512 load(const float* from, __mmask16 some) { return _mm512_maskz_loadu_ps(some, from); }
 
 // Stores sixteen numbers, rounded to bfloat16.
@@ -34,6 +38,28 @@ inline void store(__m512 values, at::BFloat16* to) {
 
 inline void store(__m512 values, at::BFloat16* to, __mmask16 some) {
     _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+inline void store(__m512 values, float* to) { _mm512_storeu_ps(to, values); }
+
+// Stores sixteen numbers up to 127, rounded to whole ones, with `shift` added.
+inline void store_bytes(__m512 values, int shift, uint8_t* to) {
+    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(values), _mm512_set1_epi32(shift));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
+}
+
+// Of pairs of numbers a and b, S places apart, a + b and a - b.
+template <int S>
+inline __m512 sums_and_differences(__m512 values) {
+    constexpr __mmask16 SECOND = S == 1 ? 0xaaaa : S == 2 ? 0xcccc : S == 4 ? 0xf0f0 : 0xff00;
+    const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 other = _mm512_permutexvar_ps(_mm512_xor_si512(places, _mm512_set1_epi32(S)), values);
+    return _mm512_mask_sub_ps(_mm512_add_ps(other, values), SECOND, other, values);
+}
+
+// The larger of the bits of sizes, which are in the order of these, and before those of no number.
+inline __m512i larger(__m512i bits, __m512 values) {
+    return _mm512_max_epi32(bits, _mm512_and_si512((__m512i)values, _mm512_set1_epi32(0x7fffffff)));
 }
 
 // Which of the first `count` of sixteen numbers are larger than `bound`.
