@@ -170,6 +170,20 @@ def is_our_int8(dtype: str, device: torch.device) -> bool:
     return dtype == INT8 and device.type == "cpu"
 
 
+def round_products(
+    model: PreTrainedModel, name: str | Path, dtype: str, device: torch.device
+) -> None:
+    """Make the products of a model those of whole numbers, where `dtype` asks for these here.
+
+    Raises UserError where that cannot be, or its weights are stored in whole numbers already.
+    """
+    if not is_our_int8(dtype, device):
+        return
+    if kept := quantisation_of(model):
+        raise UserError(f"the weights of {name} are stored in {kept}: leave out dtype=int8")
+    to_int8(model)
+
+
 def quantising_options(dtype: str, device: torch.device) -> dict[str, Any]:
     """What transformers' `from_pretrained` takes for a type of BITSANDBYTES; nothing for others.
 
@@ -245,10 +259,7 @@ def load_model(
         # Quantised weights may not be movable.
         if placement.is_whole and not is_on(model, torch_device):
             model.to(torch_device)
-        if is_our_int8(dtype, torch_device):
-            if kept := quantisation_of(model):
-                raise UserError(f"the weights of {name} are stored in {kept}: leave out dtype=int8")
-            to_int8(model)
+        round_products(model, name, dtype, torch_device)
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds for a bad folder
