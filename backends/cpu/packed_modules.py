@@ -249,8 +249,9 @@ def packed(part: nn.Module, in_int8: bool) -> nn.Module | None:
 
 def is_product(part: nn.Module) -> bool:
     """Whether a module is a product by a matrix and no more, of weights that can be packed."""
-    is_plain = isinstance(part, nn.Linear) and type(part) in (nn.Linear, Int8Linear)
-    return is_plain and can_be_packed(part.weight, part.weight)
+    if not isinstance(part, nn.Linear) or type(part) not in (nn.Linear, Int8Linear):
+        return False
+    return can_be_packed(part.weight, part.weight)
 
 
 def is_read_in_int8(product: nn.Linear, in_int8: bool) -> bool:
