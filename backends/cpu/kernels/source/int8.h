@@ -1,5 +1,5 @@
-// Rows of whole numbers. A row is turned first, in blocks of 64 values, by a Hadamard matrix, as weights
-// are: that changes no product but for a factor of 64, and shares out the largest values of a row.
+// Rows of whole numbers. A row is turned first, in blocks of 64 values, by a Hadamard matrix, as
+// weights are: that changes no product but for a factor of 64, and shares out the largest values of a row.
 // Then it is divided by its scale and rounded to -127 to 127, and stored with 128 added.
 #ifndef DRAFTHEAD_INT8
 #define DRAFTHEAD_INT8
@@ -31,8 +31,8 @@ inline void turn(floats* v) {
     }
 }
 
-// Writes the numbers of a row x [inner], with zeros beyond and `shift` added; returns its scale. Of a row with numbers that are
-// none or infinite the scale is such a number.
+// Writes the numbers of a row x [inner], with zeros beyond and `shift` added; returns its scale. Where
+// the row has a value that is infinite or no number, the scale is such a value.
 inline float to_int8(const at::BFloat16* x, int64_t inner, int shift, uint8_t* to) {
     static thread_local std::vector<float> memory;
     if (int64_t(memory.size()) < padded(inner)) memory.resize(padded(inner));
