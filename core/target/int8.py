@@ -52,8 +52,8 @@ def product(
 ) -> torch.Tensor:
     """x weight^T + bias [..., N], in the type of x."""
     rows, their = rounded(x)
-    sums = torch._int_mm(rows.flatten(0, -2), numbers.T).unflatten(0, x.shape[:-1])
-    found = sums.float() * (their[..., None] * (scales / TURNED))
+    sums = torch._int_mm(rows.flatten(0, -2), numbers.T)
+    found = sums.unflatten(0, x.shape[:-1]).float() * (their[..., None] * (scales / TURNED))
     return (found if bias is None else found + bias.float()).to(x.dtype)
 
 
