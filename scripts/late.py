@@ -270,7 +270,7 @@ class ScanLoader(Loader):
 def kept(scan: Callable[[Any], Any], folder: Path) -> Callable[[Any], Any]:
     """A function of a folder, whose value for this one is read from the cache of the disk.
 
-    It is computed anew where any file of the folder has changed.
+    It is computed again where any file of the folder has changed.
     """
     values: list[bytes] = []
 

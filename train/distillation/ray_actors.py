@@ -111,7 +111,7 @@ class RayActors:
         self.each = {"num_gpus": 1} if gpus else {"num_cpus": cores}
         if not self.count:
             raise UserError(f"no machine of the cluster has {cores} cores: lower --ray-cores")
-        with told():
+        with user_errors():
             facts = ray.remote(facts_of).options(**self.each).remote(self.loading)
             self.facts: Facts = ray.get(facts)
         self.end_ids, self.max_length = self.facts.end_ids, self.facts.max_length
@@ -141,7 +141,7 @@ class RayActors:
             num_gpus=self.each.get("num_gpus"),
             num_cpus=self.each.get("num_cpus"),
         )
-        with told():
+        with user_errors():
             for row in found.iter_rows():
                 dialogues: list[Dialogue] | UserError = pickle.loads(row["found"])
                 if isinstance(dialogues, UserError):
@@ -171,7 +171,7 @@ def connect(address: str) -> None:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Raise what fails in the cluster as UserError: the one of a task, or what Ray says last."""
     try:
         yield

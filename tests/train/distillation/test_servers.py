@@ -119,8 +119,8 @@ def test_rows_of_a_server_that_goes_are_answered_by_others_until_it_is_back(
     with caplog.at_level("INFO"):
         from_servers(two, output)
     assert output.read_bytes() == near
-    told = [text for text in caplog.messages if first.url in text]
-    assert "is busy or away" in told[0] and told[-1].endswith("is asked again")
+    logged = [text for text in caplog.messages if first.url in text]
+    assert "is busy or away" in logged[0] and logged[-1].endswith("is asked again")
 
 
 def test_a_server_that_comes_later_helps(two: list[Quick], output: Path, near: bytes) -> None:
