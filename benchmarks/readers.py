@@ -36,9 +36,10 @@ from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.target import Target
 from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
+from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
 from drafthead.lab.servers.asked import AskedServer
-from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
+from drafthead.lab.servers.audit import CHECKS, Audit
 from drafthead.lab.servers.export_for import SCRIPT, Served, export_named
 from drafthead.train.distillation.connection import Connection, find_model, stored_end_ids
 

@@ -28,13 +28,7 @@ def main(
     server_model: Annotated[
         str | None, typer.Option(help="Name of the model on the server, if it serves several.")
     ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompts: a JSONL or Parquet file, a folder or a data set. "
-            "By default a few questions."
-        ),
-    ] = None,
+    prompts: options.Questions = None,
     limit: options.PromptLimit = 8,
     max_new_tokens: MaxNewTokens = 64,
     samples: Annotated[
@@ -51,10 +45,8 @@ def main(
     compared with decoding here. Nobody else should use the server meanwhile. If a check fails, a
     likely cause is named and the exit status is 1.
     """
-    import json
-
-    from drafthead.core.storage.files import write_text
-    from drafthead.lab.races.record import describe_run
+    from drafthead.infer.decoder import Decoder
+    from drafthead.lab.races.record import prompt_ids, write_record
     from drafthead.lab.reports.report import print_table
     from drafthead.lab.reports.run_page import findings_table
     from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
@@ -63,7 +55,7 @@ def main(
     if output is not None and not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
     server, target = asked_server(url, server_model, model)
-    ids = asked_prompts(target, prompts, limit, max_new_tokens)
+    ids = prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
     audit = Audit(server, target, ids, max_new_tokens, samples, head)
     findings = {name: found for name, look in CHECKS.items() if (found := look(audit)) is not None}
     faults = [name for name, found in findings.items() if found.is_fault]
@@ -72,7 +64,7 @@ def main(
     if output is not None:
         of_all = {name: asdict(found) for name, found in findings.items()}
         record = {"server": url, "head": head, "findings": of_all}
-        write_text(output, json.dumps(describe_run(model.target, target) | record, indent=2) + "\n")
+        write_record(output, model.target, target, record)
     raise typer.Exit(bool(faults))
 
 
@@ -89,17 +81,3 @@ def asked_server(
     served = find_model(connection, server_model, model.target)
     ends = stored_end_ids(model.target, target.tokenizer)
     return AskedServer(connection, served, target.tokenizer, ends), target
-
-
-def asked_prompts(
-    target: "Target", prompts: str | None, limit: int, max_new_tokens: int
-) -> list[list[int]]:
-    """The prompts of a file as token ids, or questions of our own."""
-    from drafthead.infer.decoder import Decoder
-    from drafthead.infer.request.prompts import encode_one
-    from drafthead.lab.races.record import prompt_ids
-    from drafthead.lab.servers.audit import QUESTIONS
-
-    if prompts is not None:
-        return prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
-    return [encode_one(text, target.tokenizer) for text in QUESTIONS[:limit]]

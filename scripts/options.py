@@ -163,6 +163,12 @@ Prompt = Annotated[
     str | None,
     typer.Option(help="The user's message. Read from standard input if you leave it out."),
 ]
+Questions = Annotated[
+    str | None,
+    typer.Option(
+        help="Prompts: a JSONL or Parquet file, a folder or a data set. By default a few questions."
+    ),
+]
 PromptLimit = Annotated[
     AtLeastOne, Field(description="Number of prompts to use, from the start of the file.")
 ]

@@ -9,13 +9,6 @@ from drafthead.core.errors import UserError
 from drafthead.core.settings import AtLeastOne, MaxNewTokens, RuleName, Seed, TopK, TopP, settings
 from drafthead.scripts import options
 
-# When the user gives none.
-PROMPTS = (
-    "Tell me about the sea.",
-    "What is 17 times 23?",
-    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""',
-    "Translate to French: Where is the station?",
-)
 TREE_NODES = 16  # of every proposal, when the user names no size
 
 
@@ -65,13 +58,7 @@ class Decoding(options.Drafting):
 class Amount:
     """How much is tested."""
 
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompts: a JSONL or Parquet file, a folder or a data set. "
-            "By default a few short prompts."
-        ),
-    ] = None
+    prompts: options.Questions = None
     limit: options.PromptLimit = 4
     samples: Annotated[int, typer.Option(help="Samples of the first tokens after each prompt.")] = (
         256
@@ -105,7 +92,6 @@ def main(
     """
     from drafthead.core.sampling import SamplingConfig
     from drafthead.core.target.any_target import target_of
-    from drafthead.infer.request.prompts import encode_one
     from drafthead.infer.verifiers import verifier_for
     from drafthead.lab.exactness.exactness import Effort, SampledPair, evidence_of
     from drafthead.lab.races.record import describe_run, prompt_ids
@@ -123,10 +109,7 @@ def main(
     verifier = verifier_for(decoding.rule, sampling.temperature, default).name
     config = SamplingConfig(sampling.temperature, sampling.top_k, sampling.top_p)
     pair = SampledPair(decoder, reference, config, verifier, sampling.repetition_penalty)
-    if amount.prompts is None:
-        ids = [encode_one(text, decoder.tokenizer) for text in PROMPTS[: amount.limit]]
-    else:
-        ids = prompt_ids(amount.prompts, amount.limit, decoder, amount.max_new_tokens)
+    ids = prompt_ids(amount.prompts, amount.limit, decoder, amount.max_new_tokens)
     evidence = evidence_of(pair, ids, effort, amount.seed)
     about = {
         **describe_run(model.target, reference),

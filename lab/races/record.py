@@ -1,12 +1,14 @@
 """What the measuring verbs share: prompts, and the record of machine and command."""
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from drafthead.core.errors import UserError
+from drafthead.core.storage.files import write_text
 from drafthead.core.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
@@ -25,6 +27,18 @@ from drafthead.train.data.supervision import (
     unread_by_template,
 )
 
+# When the user has no prompts.
+QUESTIONS = (
+    "Tell me about the sea.",
+    "What is 17 times 23?",
+    'Complete: def fibonacci(n):\n    """Return the n-th Fibonacci number."""',
+    "Translate to French: Where is the station?",
+    "Name five animals and what they eat.",
+    "Why is the sky blue?",
+    "Write a short letter to a friend who moves to another town.",
+    "List the months of the year, one a line.",
+)
+
 
 def describe_run(name: str, target: Target) -> dict[str, object]:
     """Return what a reader needs to judge the numbers, or to measure again."""
@@ -35,6 +49,11 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
         "target": name,
         "dtype": target.precision,
     }
+
+
+def write_record(file: Path, name: str, target: Target, found: dict[str, Any]) -> None:
+    """Write what was found as JSON, with what `describe_run` says."""
+    write_text(file, json.dumps(describe_run(name, target) | found, indent=2) + "\n")
 
 
 def drafts_by_name(drafts: Sequence[str]) -> dict[str, NamedDraft]:
@@ -118,6 +137,10 @@ def prompt_of(
     return ids
 
 
-def prompt_ids(source: str, limit: int, decoder: Decoder, max_new_tokens: int) -> list[list[int]]:
-    """The ids of `read_prompts`."""
+def prompt_ids(
+    source: str | None, limit: int, decoder: Decoder, max_new_tokens: int
+) -> list[list[int]]:
+    """The ids of `read_prompts`; without a source those of `QUESTIONS`."""
+    if source is None:
+        return [encode_one(text, decoder.tokenizer) for text in QUESTIONS[:limit]]
     return [prompt.ids for prompt in read_prompts(source, limit, decoder, max_new_tokens)]

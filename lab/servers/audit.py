@@ -21,20 +21,10 @@ from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text
 from drafthead.lab.races.divergence import rounding_step
+from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers.asked import AskedServer, Counted, Reply
 from drafthead.train.distillation.connection import PENALTY
 
-# When the user has no prompts.
-QUESTIONS = (
-    "Tell me about the sea.",
-    "What is 17 times 23?",
-    'Complete: def fibonacci(n):\n    """Return the n-th Fibonacci number."""',
-    "Translate to French: Where is the station?",
-    "Name five animals and what they eat.",
-    "Why is the sky blue?",
-    "Write a short letter to a friend who moves to another town.",
-    "List the months of the year, one a line.",
-)
 # Logits that so many rounding steps of bfloat16 are apart count as a tie: servers compute in 16
 # bits, in passes of other shapes than ours. Where activations are quantised, too, a tie is wider.
 TIE_STEPS, WIDEST_TIE = 4, 1.0

@@ -16,9 +16,9 @@ from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
-from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
+from drafthead.core.target.any_target import tokenizer_named
 from drafthead.core.target.loading import vocabulary_of
-from drafthead.heads.formats import build_head, read_foreign
+from drafthead.heads.formats import read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.checkpoint import SHIPPED_HEADS
 from drafthead.heads.formats.files import read_json
@@ -42,7 +42,7 @@ from drafthead.lab.races.record import drafts_by_name
 from drafthead.lab.reports.comparison import NAMES
 from drafthead.lab.reports.index import tokens_a_pass
 from drafthead.lab.reports.run_page import comparison_section, run_page
-from drafthead.lab.servers.export_for import METHODS, export_for
+from drafthead.lab.servers.export_for import METHODS, export_for, read_head
 from drafthead.scripts import compare, options
 from drafthead.scripts.data import index
 from drafthead.scripts.explain import report, tree
@@ -403,12 +403,7 @@ class Building:
         """The servers that can read the head, each layout checked against its reader."""
         if self.head is None:
             return {}
-        _, foreign = read_foreign(self.head, TargetFacts())
-        target, name = None, self.choices.target
-        if foreign.needs_target:
-            target = load_decoder_only(name, "float32", "cpu")
-        head = build_head(foreign, self.head, target)
-        facts = TargetFacts.of(target, name) if target else TargetFacts().completed(foreign.target)
+        head, facts, target = read_head(self.head, None)  # of our format, which needs no target
         found, refused = dict[str, str](), list[str]()
         for server in METHODS:
             with TemporaryDirectory(dir=self.path) as scratch:

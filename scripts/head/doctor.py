@@ -1,6 +1,5 @@
 """`drafthead head doctor`: why a head is accepted seldom."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -30,10 +29,9 @@ def main(
     model and for long enough, at which depth acceptance falls, and whether drafts pay on this
     machine. Each line says what was found and, for a fault, what to do.
     """
-    from drafthead.core.storage.files import write_text
     from drafthead.lab.diagnosis.checks import CHECKS, planner_of
     from drafthead.lab.diagnosis.examination import ROW, examine, patient_of
-    from drafthead.lab.races.record import describe_run
+    from drafthead.lab.races.record import write_record
     from drafthead.lab.reports.report import print_table
     from drafthead.lab.reports.run_page import findings_table
 
@@ -44,10 +42,10 @@ def main(
     faults = sum(found.is_fault for found in findings.values())
     print_table(findings_table(findings, f"{len(findings)} checks, faults: {faults}"))
     if output is not None:
-        record = describe_run(model.target, patient.target) | {
+        record = {
             "head": str(head),
             "data": data,
             "evaluation": seen.evaluation.summary(),
             "findings": {name: asdict(found) for name, found in findings.items()},
         }
-        write_text(output, json.dumps(record, indent=2) + "\n")
+        write_record(output, model.target, patient.target, record)

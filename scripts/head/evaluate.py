@@ -1,6 +1,5 @@
 """`drafthead head evaluate`: how well a head drafts given answers, by file and by depth."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,13 +51,12 @@ def main(
     answers. Use answers that the head was not trained on. With one file per kind of request, you
     see which kind needs more training data.
     """
-    from drafthead.core.storage.files import write_text
     from drafthead.core.target.weights_hash import weights_fingerprint
     from drafthead.heads.formats.loading import load_head
     from drafthead.lab.diagnosis.examination import ROW, ranked_answers, read_answers
     from drafthead.lab.learning_curve import what_more_would_bring
     from drafthead.lab.paying.acceptance_trace import AcceptanceTrace, traced
-    from drafthead.lab.races.record import describe_run
+    from drafthead.lab.races.record import write_record
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
     from drafthead.train.learning.evaluation import evaluation_of
@@ -83,8 +81,8 @@ def main(
         AcceptanceTrace(*named, *traced(list(ranked.values()))).write(trace)
     if output is not None:
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
-        record = describe_run(model.target, target) | {"head": str(head), "data": summaries}
-        write_text(output, json.dumps(record, indent=2) + "\n")
+        record = {"head": str(head), "data": summaries}
+        write_record(output, model.target, target, record)
 
 
 def refuse_other_folder(head: Path) -> None:

@@ -20,9 +20,10 @@ from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.diagnosis.findings import Finding
+from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
 from drafthead.lab.servers.asked import AskedServer, Counted, counted
-from drafthead.lab.servers.audit import CHECKS, QUESTIONS, Audit
+from drafthead.lab.servers.audit import CHECKS, Audit
 from drafthead.train.distillation.connection import Connection, ServedModel
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
