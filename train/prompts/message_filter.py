@@ -1,15 +1,12 @@
 """Which messages that a model has written in a user's place are worth an answer.
 
-Texts that say nearly the same are found by MinHash and locality-sensitive hashing: Broder, On the
-resemblance and containment of documents, 1997; banding as in Leskovec, Rajaraman and Ullman, Mining
-of Massive Datasets, section 3.4.
+Texts say nearly the same that have most runs of three words in common: Broder, On the resemblance
+and containment of documents, 1997. Which texts to compare is found by prefix filtering: Chaudhuri,
+Ganti and Kaushik, A primitive operator for similarity joins in data cleaning, 2006.
 """
 
-import hashlib
 import re
 from collections import defaultdict
-
-import numpy as np
 
 LEAST_WORDS = 3
 GREATEST_REPEATED = 0.3  # share of runs of three words that occurred before in the message
@@ -57,7 +54,6 @@ def repeated_share(words: list[str]) -> float:
 
 WORD = re.compile(r"\w+")
 SHINGLE = 3  # words
-BANDS, ROWS = 20, 4  # two texts of similarity s are compared with probability 1 - (1 - s^4)^20
 
 
 def words_of(text: str) -> list[str]:
@@ -65,15 +61,13 @@ def words_of(text: str) -> list[str]:
     return WORD.findall(text.casefold())
 
 
-def shingles(text: str) -> np.ndarray:
-    """64-bit digests, sorted, of all runs of three words; of the whole text if it is shorter.
+def shingles(text: str) -> set[str]:
+    """All runs of three words; the whole text if it is shorter.
 
     "How do I sort a list?" has the runs "how do i", "do i sort", "i sort a" and "sort a list".
     """
     words = words_of(text)
-    runs = {" ".join(words[i : i + SHINGLE]) for i in range(max(1, len(words) - SHINGLE + 1))}
-    digests = [hashlib.blake2b(run.encode(), digest_size=8).digest() for run in runs]
-    return np.sort(np.frombuffer(b"".join(digests), dtype=np.uint64))
+    return {" ".join(words[i : i + SHINGLE]) for i in range(max(1, len(words) - SHINGLE + 1))}
 
 
 class NearDuplicates:
@@ -82,33 +76,27 @@ class NearDuplicates:
     def __init__(self, threshold: float):
         """`threshold`: the Jaccard similarity of the shingles from which texts are the same."""
         self.threshold = threshold
-        self.seen: list[np.ndarray] = []  # shingles
-        self.buckets: defaultdict[bytes, list[int]] = defaultdict(list)  # places in `seen`
-        random = np.random.default_rng(0)
-        # Odd factors: multiplication by them permutes the 64-bit numbers.
-        self.factors = random.integers(2**63, size=BANDS * ROWS, dtype=np.uint64) * 2 + 1
-        self.offsets = random.integers(2**63, size=BANDS * ROWS, dtype=np.uint64)
+        self.seen: list[set[str]] = []  # shingles
+        self.places: defaultdict[str, list[int]] = defaultdict(list)  # in `seen`, by shingle
 
     def add(self, text: str) -> bool:
-        """Tell whether the text is new; it is remembered then."""
+        """Tell whether the text is new; it is remembered then.
+
+        A text that is nearly the same lacks few of these runs, so it has one of any few more: of
+        the rarest, which few texts have.
+        """
         runs = shingles(text)
-        keys = self._keys(runs)
-        others = {place for key in keys for place in self.buckets.get(key, ())}
+        few = len(runs) - int(self.threshold * len(runs)) + 1
+        rarest = sorted(runs, key=lambda run: len(self.places.get(run, ())))[:few]
+        others = {place for run in rarest for place in self.places.get(run, ())}
         if any(jaccard(runs, self.seen[place]) >= self.threshold for place in others):
             return False
-        for key in keys:
-            self.buckets[key].append(len(self.seen))
+        for run in runs:
+            self.places[run].append(len(self.seen))
         self.seen.append(runs)
         return True
 
-    def _keys(self, runs: np.ndarray) -> list[bytes]:
-        """One key for each band: equal keys of the same band make two texts candidates."""
-        hashed = runs[:, None] * self.factors + self.offsets  # [shingles, BANDS * ROWS], mod 2^64
-        bands = hashed.min(axis=0).reshape(BANDS, ROWS)
-        return [bytes([number]) + band.tobytes() for number, band in enumerate(bands)]
 
-
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """The share of common members among all members of two sets, given as sorted arrays."""
-    common = len(np.intersect1d(one, other, assume_unique=True))
-    return common / (len(one) + len(other) - common)
+def jaccard(one: set[str], other: set[str]) -> float:
+    """The share of common members among all members of two sets."""
+    return len(one & other) / len(one | other)
