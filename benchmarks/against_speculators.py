@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 import typer
 from datasets import load_from_disk
+from recorded import write_record
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -29,8 +30,7 @@ from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.infer.machine import describe_machine, describe_versions
-from drafthead.lab.races.record import ROW
+from drafthead.lab.diagnosis.examination import ROW
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.token_table import token_table
@@ -190,14 +190,8 @@ def main(
             write_text(result, json.dumps(train(head, options, epochs) | measure(head)))
         runs[name] = json.loads(result.read_text())
     show(runs)
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "data": json.loads(data.read_text()) | {"epochs": epochs, "held_out": held_out},
-        "runs": runs,
-    }
-    write_text(output, json.dumps(about, indent=2) + "\n")
+    counts = json.loads(data.read_text()) | {"epochs": epochs, "held_out": held_out}
+    write_record(output, {"data": counts, "runs": runs})
 
 
 if __name__ == "__main__":

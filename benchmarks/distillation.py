@@ -6,22 +6,19 @@ greedily; tokens count up to each answer's end.
 """
 
 import json
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from recorded import write_record
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder, decoder_for
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.train.data.conversations import read_conversations
 
@@ -87,13 +84,12 @@ def main(
         for way, runs in found.items()
     }
     about = {
-        "command": shlex.join(["python", *sys.argv]), "machine": describe_machine(),
-        "versions": describe_versions(), "prompts": len(ids), "max_new_tokens": tokens,
-        "rows": rows, "dtype": dtype, "rounds": found,
+        "prompts": len(ids), "max_new_tokens": tokens, "rows": rows, "dtype": dtype,
+        "rounds": found,
         "tokens_per_second": {way: round(speed, 1) for way, speed in speeds.items()},
         "ratio": round(speeds["serve"] / speeds["generate"], 2),
     }  # fmt: skip
-    write_text(output, json.dumps(about, indent=2) + "\n")
+    write_record(output, about)
     print(json.dumps(about["tokens_per_second"] | {"ratio": about["ratio"]}))
 
 

@@ -5,10 +5,7 @@ would have proposed are compared with those that the target then wrote: how ofte
 token is right, by the probability that its source gave it, and tau of trees of all three.
 """
 
-import json
 import math
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +14,11 @@ from typing import Annotated
 
 import torch
 import typer
+from recorded import write_record
 from tqdm import tqdm
 
 from drafthead.core.coupling import Choice
 from drafthead.core.sampling import Sampling
-from drafthead.core.storage.files import write_text
 from drafthead.core.trees.guesses import GuessTree
 from drafthead.core.trees.recipe import known
 from drafthead.core.trees.tree import Budget, TokenTree
@@ -31,7 +28,6 @@ from drafthead.infer.drafters.history import History
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import DEPTH, LEAST_NGRAM, TRUE_SHARE
 from drafthead.infer.drafters.with_lookup import WithLookup, WithLookupSession
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.conversations import read_conversations
 
@@ -172,15 +168,12 @@ def main(
     totals = {source: [sum(part) for part in zip(*of, strict=True)] for source, of in seen.items()}
     rows = [[name, str(int(n)), number(p), str(int(r))] for name, (n, p, r) in totals.items()]
     print_table(Table("first tokens", ["source", "proposed", "promised right", "right"], rows))
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+    found = {
         "steps": steps,
         "tau": taus,
         "first tokens by tenths of probability: proposed, promised, right": seen,
     }
-    write_text(output, json.dumps(about, indent=1) + "\n")
+    write_record(output, found)
 
 
 if __name__ == "__main__":

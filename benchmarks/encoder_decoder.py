@@ -6,19 +6,16 @@ is something to draw at temperature 1. A toy says how much is accepted, and that
 target's; what a draft model gains on real translations and summaries it does not say.
 """
 
-import json
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from recorded import write_record
 from tqdm import trange
 from transformers import T5Config, T5ForConditionalGeneration
 
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import target_of
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -27,7 +24,6 @@ from drafthead.infer.answers.results import summed
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.engine.stats import DecodeStats
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.lab.speedup_model import chain_speedup, predict_chain
 
@@ -162,13 +158,7 @@ def main(
     rows = [[v if isinstance(v, str) else number(v) for v in row.values()] for row in found]
     print_table(Table("a toy: numbers spelled by a T5 pair", columns, rows))
     if output is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "rows": found,
-        }
-        write_text(output, json.dumps(record, indent=2) + "\n")
+        write_record(output, {"rows": found})
 
 
 if __name__ == "__main__":

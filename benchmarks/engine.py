@@ -5,8 +5,6 @@ know the answer and are right with a given probability at each depth, raced agai
 """
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -15,17 +13,16 @@ from typing import Annotated, Any
 import torch
 import typer
 from random_models import random_llama
+from recorded import write_record
 from scripted import Scripted
 from tqdm import tqdm
 
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.loading import device_named
 from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.race import PLAIN, in_batches, prepare, race
@@ -122,14 +119,11 @@ def main(
     llama = random_llama(large, device_named(device))
     how = batch_size, tokens, rounds
     report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
         "dtype": "bfloat16",
         "demo target": measured(demo, demo_prompts(demo, prompts, 8), *how),
         f"random Llama, {large}": measured(llama, random_prompts(llama, 8), *how),
     }
-    write_text(output, json.dumps(report, indent=2) + "\n")
+    write_record(output, report)
     print(json.dumps(report, indent=2))
 
 

@@ -4,9 +4,6 @@ Plain decoding, prompt lookup and `model.generate` answer one prompt that repeat
 thread in float32, in turns. The texts must be the same.
 """
 
-import json
-import shlex
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -14,15 +11,14 @@ from typing import Annotated
 
 import torch
 import typer
+from recorded import write_record
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 
 PROMPT, NEW, PERIOD, ROUNDS = 128, 64, 24, 5  # tokens, tokens, tokens, answers of each method
@@ -104,13 +100,7 @@ def main(output: Annotated[Path, typer.Option(help="JSON file to write.")]) -> N
     columns = ["form", *next(iter(found.values()))]
     rows = [[kind, *map(number, of.values())] for kind, of in found.items()]
     print_table(Table("tokens per second of processor time", columns, rows))
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "forms": found,
-    }
-    write_text(output, json.dumps(about, indent=1) + "\n")
+    write_record(output, {"forms": found})
 
 
 if __name__ == "__main__":

@@ -5,19 +5,15 @@ is compared with what followed the longest match before it. What drafthead belie
 matches of each length (`infer/drafters/lookup.py`) comes from here.
 """
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from recorded import write_record
 from tqdm import tqdm
 
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import tokenizer_named
 from drafthead.infer.drafters.history import LONGEST, History
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.sequences import TokenTable
@@ -55,14 +51,7 @@ def main(
         for length, (count, share) in enumerate(zip(seen, shares, strict=True), start=1)
     ]
     print_table(Table("tokens after matches", ["length", "tokens", "right"], rows))
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "seen": seen,
-        "right": right,
-    }
-    write_text(output, json.dumps(about, indent=2) + "\n")
+    write_record(output, {"seen": seen, "right": right})
 
 
 if __name__ == "__main__":

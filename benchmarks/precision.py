@@ -4,21 +4,17 @@ The perplexity of answers that people wrote, given their questions, under the ta
 and under its other types; and how often both find the same token most probable.
 """
 
-import json
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from recorded import write_record
 from tqdm import tqdm
 
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.target import Target
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.sequences import TokenTable
@@ -65,13 +61,7 @@ def main(
     print_table(
         Table("answers under each type", ["type", "tokens", "perplexity", "same token"], rows)
     )
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "types": found,
-    }
-    write_text(output, json.dumps(about, indent=2) + "\n")
+    write_record(output, {"types": found})
 
 
 if __name__ == "__main__":

@@ -4,20 +4,16 @@ Tokens per step of every lossless rule above temperature 0, with a draft model's
 tree, on held-out prompts. What `auto` takes for each kind of drafter follows from it.
 """
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from recorded import write_record
 from tqdm import tqdm
 
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.train.data.conversations import read_conversations
@@ -102,13 +98,9 @@ def main(
             f"temperature {t}": compared(decoder, ids, temperature=t, max_new_tokens=tokens)
             for t in (1.0, 0.7)
         }
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(), "versions": describe_versions(),
-        "prompts": len(ids), "max_new_tokens": tokens, "chain": CHAIN, "tree_nodes": TREE,
-    }  # fmt: skip
+    about = {"prompts": len(ids), "max_new_tokens": tokens, "chain": CHAIN, "tree_nodes": TREE}
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, json.dumps({**about, "results": results}, indent=2) + "\n")
+    write_record(output, {**about, "results": results})
 
 
 if __name__ == "__main__":

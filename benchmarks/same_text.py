@@ -6,23 +6,21 @@ equal. The file is written after each batch; the same command goes on from there
 """
 
 import json
-import shlex
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from recorded import about_run
 from tqdm import tqdm, trange
 
 from drafthead.backends.cpu.kernels.kernel_set import kernel_set
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.decoder import Decoder
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.lab.races.record import prompt_ids
 from drafthead.lab.reports.report import Table, print_table
 
@@ -128,9 +126,7 @@ def main(
     }
     questions = prompt_ids(prompts, limit, plain, tokens)
     about: dict[str, object] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
+        **about_run(),
         "kernels": kernel_set(),
         "same_bits": made.same_bits,
     }
@@ -139,7 +135,7 @@ def main(
         batch = questions[first : first + rows]
         compare(plain, ways, batch, first, (0.0, temperature), tokens, counts, alone)
         results = about | {"questions": first + len(batch), "results": results_of(counts)}
-        write_text(output, json.dumps(results, indent=2) + "\n")
+        write_json(output, results)
     table = [[str(value) for value in row.values()] for row in results_of(counts)]
     columns = ["way", "temperature", "rows", *COUNTED]
     print_table(Table("answers that are not plain decoding's", columns, table))

@@ -1,11 +1,13 @@
 """Writing files and folders atomically."""
 
+import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Any
 
 from drafthead.core.errors import UserError
 
@@ -32,6 +34,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file as `replacing` does; raises OSError, and leaves nothing behind then."""
     with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
         file.write(text)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON that people can read, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def let_others_read(path: Path) -> None:

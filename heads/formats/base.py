@@ -4,7 +4,6 @@ A format is one class in this folder, registered by name; `import`, `export`, `i
 that loads a head find it in `FORMATS`.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import let_others_read
+from drafthead.core.storage.files import let_others_read, write_json
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Path as TreePath
@@ -124,8 +123,7 @@ class Written:
             let_others_read(file)
         else:
             torch.save(stored, file)
-        text = json.dumps(self.config, indent=2) + "\n"
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_json(folder / CONFIG_FILE, self.config)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, create_model
 from safetensors.torch import save_file
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import let_others_read, replacing, write_text
+from drafthead.core.storage.files import let_others_read, replacing, write_json, write_text
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.base import DraftHead, head_family
@@ -250,7 +250,7 @@ def save_head(
         },
         "provenance": provenance,
     }
-    write_text(folder / CONFIG_FILE, json.dumps(description, indent=2) + "\n")
+    write_json(folder / CONFIG_FILE, description)
 
 
 def write_acceptance(folder: Path, path_counts: Mapping[TreePath, int]) -> None:

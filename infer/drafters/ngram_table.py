@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json
 
 # Tokens of the longest n-grams, the next one included. More are no use: of 2.2 million tokens most
 # longer contexts were seen once, and n-grams of 7 guessed worse than those of 5.
@@ -60,7 +60,7 @@ class Record:
 
     def save(self, folder: Path) -> None:
         """Write it into a folder."""
-        write_text(folder / RECORD, json.dumps(asdict(self), indent=1) + "\n")
+        write_json(folder / RECORD, asdict(self))
 
 
 @contextmanager

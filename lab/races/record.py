@@ -1,6 +1,5 @@
 """What the measuring verbs share: prompts, and the record of machine and command."""
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json
 from drafthead.core.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
@@ -53,7 +52,7 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
 
 def write_record(file: Path, name: str, target: Target, found: dict[str, Any]) -> None:
     """Write what was found as JSON, with what `describe_run` says."""
-    write_text(file, json.dumps(describe_run(name, target) | found, indent=2) + "\n")
+    write_json(file, describe_run(name, target) | found)
 
 
 def drafts_by_name(drafts: Sequence[str]) -> dict[str, NamedDraft]:

@@ -1,6 +1,5 @@
 """A report: tables and notes, shown in the terminal and written as JSON, Markdown and a picture."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json, write_text
 
 matplotlib.use("agg")
 
@@ -71,7 +70,7 @@ class Report:
     def write(self, file: Path) -> None:
         """Write the JSON file, and the others beside it; a crash leaves the old or the new one."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(self.content, indent=2) + "\n")
+        write_json(file, self.content)
         names = [str(file)]
         if self.intro:
             parts = [*self.intro]

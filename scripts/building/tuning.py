@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json, write_text
 from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.drafthead import is_own_folder
 from drafthead.heads.formats.files import read_json
@@ -84,7 +84,7 @@ class Tuning:
             typer.echo(f"{each.name}: tau {each.tau:.2f}, {each.speedup:.2f} times plain decoding")
         best = max(was, now, key=lambda each: each.speedup)
         found = {each.name: vars(each) for each in (was, now)} | {"better": best.name}
-        write_text(self.output / "tuning.json", json.dumps(found, indent=2) + "\n")
+        write_json(self.output / "tuning.json", found)
         named = " ".join(f"--draft {quote(draft)}" for draft in best.fastest)
         body = json.dumps({"draft": best.fastest})
         typer.echo(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json
 from drafthead.train.data.conversations import IDS_COLUMN
 from drafthead.train.jobs.outputs import (
     REMEDY,
@@ -171,8 +171,7 @@ class DistilledFile:
         self._save_manifest()
 
     def _save_manifest(self) -> None:
-        text = json.dumps(self.manifest, indent=2, ensure_ascii=False)
-        write_text(manifest_path(self.path), text + "\n")
+        write_json(manifest_path(self.path), self.manifest)
 
     def __enter__(self) -> "DistilledFile":
         """Lock the file; raises UserError when another process has it, and as `check`."""

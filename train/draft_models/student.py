@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
 from drafthead.core.settings import Count, FromZero, settings
-from drafthead.core.storage.files import let_others_read, write_text
+from drafthead.core.storage.files import let_others_read, write_json, write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, keep_layers
 from drafthead.core.target.features import FeatureSpec
@@ -250,8 +250,7 @@ def save_draft_model(
         guesses = student.draft_ids
         if guesses is not None:
             write_text(Path(temporary) / DRAFT_IDS_FILE, json.dumps({DRAFT_IDS: guesses.tolist()}))
-        written = json.dumps({"target": target_name, **origin}, indent=2)
-        write_text(Path(temporary) / ORIGIN_FILE, written + "\n")
+        write_json(Path(temporary) / ORIGIN_FILE, {"target": target_name, **origin})
         for file in sorted(Path(temporary).iterdir()):
             let_others_read(file)
             shutil.move(file, folder / file.name)

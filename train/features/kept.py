@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import replacing, write_text
+from drafthead.core.storage.files import replacing, write_json
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
@@ -72,7 +72,7 @@ class KeptFeatures:
         folder.mkdir(parents=True, exist_ok=True)
         record = folder / RECORD
         if not record.exists():
-            write_text(record, json.dumps(asdict(source), indent=2) + "\n")
+            write_json(record, asdict(source))
         kept = read_json(record)
         for name, value in asdict(source).items():
             if kept.get(name) != value:

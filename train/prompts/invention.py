@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json
 from drafthead.train.jobs.console import AnswerBar
 from drafthead.train.jobs.outputs import (
     REMEDY,
@@ -217,7 +217,7 @@ def check_settings(output: Path, settings: InventSettings) -> Progress:
 def save_progress(output: Path, settings: InventSettings, progress: Progress) -> None:
     """Write the record beside a file; a kill leaves the old one or the new one."""
     record = {"settings": asdict(settings), "progress": asdict(progress)}
-    write_text(manifest_path(output), json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_json(manifest_path(output), record)
 
 
 def log_report(report: InventReport, output: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json, write_text
 from drafthead.heads.formats.files import read_json
 from drafthead.train.data.training_rows import Sources
 
@@ -253,7 +253,7 @@ class RunFolder:
 
     def _write_record(self, finished: bool) -> None:
         record = {**provenance(self.settings), "finished": finished}
-        write_text(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+        write_json(self.path / "run.json", record)
 
     def best_evaluation(self) -> "BestEvaluation | None":
         """The evaluation with the highest tau in the log; None without any."""
