@@ -218,7 +218,9 @@ class DecodeLoop:
                 self._turn()
             except BaseException as error:  # nobody else would answer the requests that come
                 logger.exception("decoding failed; all running answers end with an error")
-                self._begin_again(error)
+                self.rows = self._new_rows()
+                for job in [*self.running.values()]:
+                    self._fail(job, failed(first_line(error)))
 
     def _turn(self) -> None:
         """Wait for something to do, and do a part of it."""
@@ -271,13 +273,6 @@ class DecodeLoop:
             self.running.pop(job.id, None)
         job.metrics.end("error")
         job.send(error)
-
-    def _begin_again(self, error: BaseException) -> None:
-        """End what is running with an error, and go on with new rows."""
-        self.rows = self._new_rows()
-        said = failed(first_line(error))
-        for job in [*self.running.values()]:
-            self._fail(job, said)
 
     def _deliver(self, gain: Gain) -> None:
         """Send what an answer has gained; one that cannot be sent ends with an error."""

@@ -42,7 +42,7 @@ SHARED = (
         "parallel_tool_calls",
     ),
 )
-PARTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text"}
+PARTS = ("input_text", "output_text", "text", "reasoning_text")
 NAMED = ("id", "status", "summary", "encrypted_content", "annotations", "logprobs", "phase")
 
 
@@ -182,12 +182,12 @@ def text_of(content: Any, where: str) -> str:
         return content
     texts = []
     for part in content if isinstance(content, list) else [content]:
-        name = PARTS.get(part.get("type", "text")) if isinstance(part, dict) else None
-        if name is None or not isinstance(part.get(name), str):
+        is_text = isinstance(part, dict) and part.get("type", "text") in PARTS
+        if not (is_text and isinstance(part.get("text"), str)):
             raise ApiError(400, f"{where}.content: only texts are read", f"{where}.content")
-        if unknown := part.keys() - {"type", name, *NAMED}:
+        if unknown := part.keys() - {"type", "text", *NAMED}:
             raise not_supported(f"{where}.content.{min(unknown)}")
-        texts.append(part[name])
+        texts.append(part["text"])
     return "".join(texts)
 
 

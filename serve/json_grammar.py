@@ -107,14 +107,14 @@ class JsonGrammars:
     """The grammars that requests ask for, over the tokens of one decoder."""
 
     def __init__(self, decoder: Decoder):
-        self.decoder, self.trial = decoder, GrammarTrial()
+        assert decoder.tokenizer is not None  # `Server` has seen to it
+        self.decoder, self.tokenizer, self.trial = decoder, decoder.tokenizer, GrammarTrial()
         self.known: dict[str, LLMatcher] = {}  # those that were asked for last, as they begin
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end an answer in a form: the target's, or else the tokenizer's own."""
-        assert self.decoder.tokenizer is not None
-        ends = self.decoder.end_ids or {self.decoder.tokenizer.eos_token_id}
+        ends = self.decoder.end_ids or {self.tokenizer.eos_token_id}
         size = self.decoder.target.vocab_size
         return frozenset(end for end in ends if end is not None and end < size)
 
@@ -124,25 +124,21 @@ class JsonGrammars:
 
         It takes a moment.
         """
-        tokenizer = self.decoder.tokenizer
-        assert tokenizer is not None
-        size = max(self.decoder.target.vocab_size, len(tokenizer))
+        size, ends = max(self.decoder.target.vocab_size, len(self.tokenizer)), sorted(self.ends)
         with suppress(ValueError):
-            return from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(self.ends) or None)  # type: ignore[arg-type]
+            return from_tokenizer(self.tokenizer, n_vocab=size, eos_token=ends or None)  # type: ignore[arg-type]
         return None
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
         if self.tokens is None:
-            return str(self.decoder.tokenizer.decode([token])).encode()  # type: ignore[union-attr]
+            return str(self.tokenizer.decode([token])).encode()
         return self.tokens.decode_bytes([token])
 
     def mark(self, text: str) -> str:
         """A mark in Lark's form: its token where that is a special one, else its text."""
-        tokenizer = self.decoder.tokenizer
-        assert tokenizer is not None
-        number = tokenizer.convert_tokens_to_ids(text)
-        known = tokenizer.added_tokens_decoder.get(number)  # type: ignore[arg-type]
+        number = self.tokenizer.convert_tokens_to_ids(text)
+        known = self.tokenizer.added_tokens_decoder.get(number)  # type: ignore[arg-type]
         return f"<[{number}]>" if known is not None and known.special else json.dumps(text)
 
     def mask(self, form: Form, prompt_length: int, least: int) -> "GrammarMask":

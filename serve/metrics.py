@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import prometheus_client as prometheus
@@ -19,43 +20,37 @@ class Metrics:
     def __init__(self, model_name: str):
         self.registry = prometheus.CollectorRegistry()
         self.labels = (model_name, "0")
-        self.drafts = self._counter("spec_decode_num_drafts", "Steps that verified a draft.")
-        self.proposed = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts.")
+        counter = partial(self._made, prometheus.Counter)
+        gauge = partial(self._made, prometheus.Gauge)
+        times = partial(self._made, prometheus.Histogram, text="Seconds.")
+        self.drafts = counter("spec_decode_num_drafts", "Steps that verified a draft.")
+        self.proposed = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted drafts.")
         self.by_place = prometheus.Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were accepted, by their place after the last token.",
             [*LABELS, "position"],
             registry=self.registry,
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Of these, read before.")
-        self.new_tokens = self._counter("generation_tokens", "Tokens of answers.")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Of these, read before.")
+        self.new_tokens = counter("generation_tokens", "Tokens of answers.")
         self.ended = prometheus.Counter(
             "vllm:request_success",
             "Answers, by why they ended.",
             [*LABELS, "finished_reason"],
             registry=self.registry,
         )
-        self.running = self._gauge("num_requests_running", "Answers that are being decoded.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a row.")
-        self.first = self._times("time_to_first_token_seconds", FIRST)
-        self.between = self._times("inter_token_latency_seconds", BETWEEN)
-        self.whole = self._times("e2e_request_latency_seconds", WHOLE)
+        self.running = gauge("num_requests_running", "Answers that are being decoded.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
+        self.first = times("time_to_first_token_seconds", buckets=FIRST)
+        self.between = times("inter_token_latency_seconds", buckets=BETWEEN)
+        self.whole = times("e2e_request_latency_seconds", buckets=WHOLE)
 
-    def _counter(self, name: str, text: str) -> Any:
-        counter = prometheus.Counter(f"vllm:{name}", text, LABELS, registry=self.registry)
-        return counter.labels(*self.labels)
-
-    def _gauge(self, name: str, text: str) -> Any:
-        gauge = prometheus.Gauge(f"vllm:{name}", text, LABELS, registry=self.registry)
-        return gauge.labels(*self.labels)
-
-    def _times(self, name: str, buckets: tuple[float, ...]) -> Any:
-        times = prometheus.Histogram(
-            f"vllm:{name}", "Seconds.", LABELS, registry=self.registry, buckets=buckets
-        )
-        return times.labels(*self.labels)
+    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        """A counter, a gauge or a histogram with this server's labels."""
+        made = kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options)
+        return made.labels(*self.labels)
 
     def page(self) -> bytes:
         """What is scraped."""

@@ -291,7 +291,7 @@ class Answering(Body):
     top_k: Annotated[int | None, Field(ge=-1, le=2**31 - 1)] = None
     min_p: float | None = None
     seed: int | None = None
-    n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1  # answers to each prompt
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -374,7 +374,9 @@ class Answering(Body):
             raise ApiError(400, f"{' and '.join(given)} are two forms of one answer", min(given))
         functions, several = list[Function](), False
         if isinstance(self, ChatRequest):
-            functions, several = self.must_call, self.calls_each
+            # Where one function is named, it is called once.
+            several = self.parallel_tool_calls and not isinstance(self.tool_choice, dict)
+            functions = self.must_call
         if not functions:  # else there is no text
             for field, (kind, value) in given.items():
                 is_json = kind == "json"
@@ -391,11 +393,6 @@ class Answering(Body):
     def with_usage(self) -> bool:
         """Whether a stream ends with what was used."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
-
-    @property
-    def choices(self) -> int:
-        """Answers to each prompt."""
-        return self.n or 1
 
     @property
     def greedy(self) -> bool:
@@ -437,11 +434,6 @@ class ChatRequest(Conversation, Answering):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     parallel_tool_calls: bool = True
-
-    @property
-    def calls_each(self) -> bool:
-        """Whether the answer may call several functions: not where one is named."""
-        return self.parallel_tool_calls and not isinstance(self.tool_choice, dict)
 
     @property
     def top(self) -> int | None:
@@ -548,7 +540,7 @@ class Reader:
         self.refuse_unknown(asked.logit_bias or (), "logit_bias")
         self.refuse_unknown(asked.stop_token_ids or (), "stop_token_ids")
         prompts = asked.prompts(self.decoder)
-        if len(prompts) * asked.choices > MOST_CHOICES:
+        if len(prompts) * asked.n > MOST_CHOICES:
             raise ApiError(400, f"a request may have {MOST_CHOICES} answers at most", "n")
         seed = secrets.randbits(62) if asked.seed in (None, -1) else asked.seed
         stops = [asked.stop] if isinstance(asked.stop, str) else (asked.stop or [])
@@ -556,7 +548,7 @@ class Reader:
         jobs, drafts = list[Job](), self.drafts(asked)
         for number, ids in enumerate(prompts):
             limit, begun = self.limit(asked, len(ids)), self.has_begun(asked, ids)
-            for _ in range(asked.choices):
+            for _ in range(asked.n):
                 masks = self.masks(asked, begun, len(ids))
                 options = asked.options(max(1, limit), masks)
                 settings = read_options({**options, "seed": seed + len(jobs)})

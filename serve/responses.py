@@ -228,7 +228,8 @@ class Response:
         try:
             if self.is_chat:
                 for choice in self.choices:
-                    yield self._event([first_chunk(choice.job.choice)])
+                    head = {"index": choice.job.choice, "logprobs": None, "finish_reason": None}
+                    yield self._event([head | {"delta": {"role": "assistant", "content": ""}}])
             async for chunk in self._chunks():
                 yield self._event([chunk])
             if self.asked.with_usage:
@@ -296,9 +297,3 @@ class Response:
         """How drafts fared, where there were any."""
         found = speculation([job.metrics for job in self.jobs])
         return {"metrics": {"speculative_decoding": found}} if found["num_spec_steps"] else {}
-
-
-def first_chunk(index: int) -> dict[str, Any]:
-    """The chunk that says who speaks."""
-    delta = {"role": "assistant", "content": ""}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
