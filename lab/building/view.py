@@ -124,15 +124,13 @@ class View:
                 found.add_row("[green]done[/]", words, in_words(self.taken[name]))
             elif name == self.at:
                 found.add_row("[bold]now[/]", f"[bold]{words}[/]", in_words(self.seconds))
-                found.add_row("", f"[dim]{self._bar_in(60)}[/]", "")
+                bar = self.bar[-60:].replace("[", "(").replace("]", ")")
+                found.add_row("", f"[dim]{bar}[/]", "")
             else:
                 expected = self.expected.get(name)
                 found.add_row("", words, f"[dim]{in_words(expected)}[/]" if expected else "")
         found.add_row("", self.about(), f"[bold]{in_words(self.left())} left[/]")
         return found
-
-    def _bar_in(self, width: int) -> str:
-        return self.bar[-width:].replace("[", "(").replace("]", ")")
 
     def _on_bar(self, bar: str) -> None:
         self.bar = bar

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from drafthead.core.target.chat_template import TemplateArguments
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
@@ -78,23 +77,13 @@ def patient_of(model: Target, name: str, head: Path, reading: Reading) -> Patien
     _, foreign = read_foreign(head, TargetFacts.of(model))
     built = build_head(foreign, head, model).to(model.device, model.dtype)
     answers = read_answers(reading, model)  # says what is left out
-    conversations = read_conversations(
-        reading.source, reading.prompt_column, reading.limit, LeftOut(reading.strict)
-    )
-    return Patient(
-        model,
-        name,
-        built,
-        foreign.provenance,
-        [with_arguments(one, reading.template_arguments) for one in conversations],
-        answers,
-    )
-
-
-def with_arguments(conversation: Conversation, arguments: TemplateArguments) -> Conversation:
-    """The conversation, with arguments of the chat template where it has none of its own."""
-    own = conversation.template_arguments
-    return replace(conversation, template_arguments={**arguments, **own})
+    conversations = [
+        replace(one, template_arguments={**reading.template_arguments, **one.template_arguments})
+        for one in read_conversations(
+            reading.source, reading.prompt_column, reading.limit, LeftOut(reading.strict)
+        )
+    ]
+    return Patient(model, name, built, foreign.provenance, conversations, answers)
 
 
 @torch.no_grad()

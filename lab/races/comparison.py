@@ -4,8 +4,10 @@ A speedup is the median over rounds of a ratio within the round. Only returned t
 prompt pass is reported separately.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 import numpy as np
@@ -13,7 +15,6 @@ from numpy.typing import NDArray
 
 from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import repeated_ngram_share
-from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.races.divergence import Divergence, divergence
 from drafthead.lab.races.race import GENERATE, PLAIN, Record
 
@@ -112,7 +113,9 @@ def _row(
         prefill_seconds=sum(batch.prefill_seconds for batch in batches),
         tau=stats.tau if stats else None,
         acceptance_by_depth=stats.acceptance_by_depth() if stats else [],
-        accept_length_counts=_counts(stats) if stats else {},
+        accept_length_counts=dict(sorted(Counter(chain(*stats.accept_lengths)).items()))
+        if stats
+        else {},
         draft_cost=drafted.parts(plain_ledger).draft if drafted else None,
         steps=stats.steps if stats else None,
         phase_seconds=stats.seconds if stats else {},
@@ -159,11 +162,6 @@ def _interval(record: Record, plain: Record) -> tuple[float, float] | None:
 def _ratios(record: Record, baseline: Record) -> list[float]:
     """Speed against a baseline, round by round."""
     return [a / b for a, b in zip(record.rates(), baseline.rates(), strict=True)]
-
-
-def _counts(stats: DecodeStats) -> dict[int, int]:
-    lengths = [length for row in stats.accept_lengths for length in row]
-    return {length: lengths.count(length) for length in sorted(set(lengths))}
 
 
 def divergences(

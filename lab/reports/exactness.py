@@ -66,9 +66,12 @@ def mean_over_samples(fits: Sequence[Fit], figure: str) -> str:
 def notes_on(evidence: Evidence, sampling: SamplingConfig, answers: int) -> list[str]:
     """Sentences below the table; `answers` is the number of greedy answers."""
     worst_first = sorted(evidence.greedy, key=lambda d: -d.token_gap)
+    notes = sampling_notes(evidence, evidence.later, sampling) if evidence.later else []
+    if evidence.drawn is not None:
+        same = answers - len(evidence.drawn)
+        notes.append(f"drawn answers: {same} of {answers} equal plain decoding's for the same seed")
     return [
-        *(sampling_notes(evidence, evidence.later, sampling) if evidence.later else []),
-        *([] if evidence.drawn is None else [drawn_note(evidence.drawn, answers)]),
+        *notes,
         f"greedy answers: {answers - len(worst_first)} of {answers} equal plain decoding's",
         *(greedy_note(d, evidence.is_excused(d)) for d in worst_first[:LISTED_DIFFERENCES]),
     ]
@@ -92,12 +95,6 @@ def sampling_notes(evidence: Evidence, later: LaterTokens, sampling: SamplingCon
             "engine: use --dtype float32"
         )
     return notes
-
-
-def drawn_note(drawn: Sequence[Divergence], answers: int) -> str:
-    """Return how many answers to the prompts plain decoding draws as well."""
-    equal = answers - len(drawn)
-    return f"drawn answers: {equal} of {answers} equal plain decoding's for the same seed"
 
 
 def greedy_note(d: Divergence, is_excused: bool) -> str:

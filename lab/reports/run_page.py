@@ -23,7 +23,7 @@ from drafthead.lab.learning_curve import what_more_would_bring
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.reports.comparison import NAMES, category_tables, race_table, with_range
-from drafthead.lab.reports.report import OURS, THEIRS, Table, number, page
+from drafthead.lab.reports.report import OURS, THEIRS, Table, machine_line, number, page
 from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
 
 EXPLAINED = (
@@ -115,17 +115,14 @@ def comparison_section(folder: Path) -> Section:
     content = read_json(file)
     try:
         rows = TypeAdapter(list[ComparisonRow]).validate_python(content["rows"])
-        machine, dtype, prompts = content["machine"], content["dtype"], content["prompts"]
+        about = machine_line(content)
     except (KeyError, ValidationError) as error:
         reason = first_line(error)
         raise UserError(f"{file} is not a race of `drafthead compare`: {reason}") from error
     picture = folder / "comparison.png"
     return Section(
         "Race",
-        notes=[
-            f"{machine['processor']}, {machine['threads']} threads, {dtype}, {prompts} prompts",
-            EXPLAINED,
-        ],
+        notes=[about, EXPLAINED],
         tables=[race_table(rows, ranges=True), *category_tables(rows)],
         pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
         summary="notes of the race",

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.core.printing import visible
 from drafthead.infer.request.text_pieces import GrowingAnswer
 from drafthead.lab.reports.report import page
-from drafthead.lab.tracing import Trace, TracedStep
+from drafthead.lab.tracing import Trace
 
 Kind = Literal["own", "drafted", "rejected"]
 STYLES: dict[Kind, str] = {"own": "", "drafted": "green", "rejected": "red strike"}
@@ -46,19 +46,14 @@ def spans(trace: Trace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
         left -= len(drafted)
         if left <= 0:  # the answer ends with a drafted token
             continue
-        rejected = first_child(step, last)
+        children = (index for index, node in enumerate(step.nodes) if node.parent == last)
+        rejected = next(children, None)  # the first of what was proposed there
         if rejected is not None:
             token = tokenizer.decode([step.nodes[rejected].token])
             yield Span(str(token), "rejected", number, rejected)
         yield Span(text.add(step.bonus), "own", number, None)
         left -= 1
     yield Span(text.rest(), "own", len(trace.steps) - 1, None)
-
-
-def first_child(step: TracedStep, parent: int) -> int | None:
-    """The first of the nodes under a node; None where nothing was proposed after it."""
-    children = (i for i, node in enumerate(step.nodes) if node.parent == parent)
-    return next(children, None)
 
 
 def as_text(trace: Trace, tokenizer: PreTrainedTokenizerBase, coloured: bool) -> Text:
@@ -91,18 +86,8 @@ def page_data(
 
     steps = [
         {
-            "nodes": [
-                {
-                    "text": named(node.token),
-                    "parent": node.parent,
-                    "depth": node.depth,
-                    "target": node.target_prob,
-                    "draft": node.draft_prob,
-                    "accepted": node.accepted,
-                }
-                for node in step.nodes
-            ],
-            "bonus": {"text": named(step.bonus), "target": step.bonus_prob},
+            "nodes": [{**vars(node), "text": named(node.token)} for node in step.nodes],
+            "bonus": {"text": named(step.bonus), "target_prob": step.bonus_prob},
             "seconds": step.seconds,
         }
         for step in trace.steps

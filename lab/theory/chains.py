@@ -64,7 +64,8 @@ def named_chains(name: str, draft: NamedDraft, target: Target, dtype: str) -> Ch
     if draft.name == "lookup":
         return lookup_chains(name, target)
     if draft.name == "ngrams":
-        return ngram_chains(name, Path(draft.argument), target)
+        drafter = LookupChains(store_lookup(Path(draft.argument), target).table)
+        return Chains(name, target, DEPTH, lambda n: drafter)  # shorter where little is known
     raise UserError(f"the theory is of chains, which {draft.name} do not draft: leave them out")
 
 
@@ -83,12 +84,6 @@ def model_chains(name: str, model: Target, target: Target) -> Chains:
 def lookup_chains(name: str, target: Target) -> Chains:
     """Prompt lookup; where it finds nothing, a chain of no tokens counts as one that is refused."""
     return Chains(name, target, MAX_CHAIN, PromptLookup)
-
-
-def ngram_chains(name: str, folder: Path, target: Target) -> Chains:
-    """Chains from a table of n-grams and the row's past, shorter where those know little."""
-    drafter = LookupChains(store_lookup(folder, target).table)
-    return Chains(name, target, DEPTH, lambda n: drafter)
 
 
 @torch.no_grad()

@@ -127,7 +127,9 @@ def theory_of(
     length = min(length, longest)
     ledger, plain_ledger = record.ledger(), plain.ledger()
     step, operations = ledger.parts(plain_ledger), operations_ratio(chains, length)
-    accept_lengths = accept_lengths_of(record)
+    stats = record.stats()
+    assert stats is not None  # of our engine
+    accept_lengths = stats.accept_lengths
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
     answers = tqdm(record.first_round(), desc=f"reading {chains.name}", unit="answer", leave=False)
@@ -168,13 +170,6 @@ def length_rows(
         )
         for length in range(1, longest + 1)
     ]
-
-
-def accept_lengths_of(record: Record) -> list[list[int]]:
-    """Of each answer, the tokens that each of its steps committed."""
-    stats = record.stats()
-    assert stats is not None
-    return stats.accept_lengths
 
 
 def mean_at_steps(
