@@ -41,6 +41,16 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
+def json_lines(path: Path) -> Iterator[Any]:
+    """What the lines of a file say, up to one that a stop has cut off; nothing without a file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n"):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
 def let_others_read(path: Path) -> None:
     """Give a file the permissions of any new file: safetensors writes for the owner alone."""
     probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")

@@ -56,7 +56,7 @@ def prefill(
     # Groups are read in the order of their lengths; rows return to where the request has them.
     cache.collect(parts, groups, room)
     back = places_of_rows(groups)
-    wide = [part.map(lambda states: padded_to(width, states)) for part, _ in found]
+    wide = [part.map(lambda s: pad(s, (0, 0, 0, width - s.shape[1]))) for part, _ in found]
     hidden = torch.cat([hidden for _, hidden in found])
     return concatenated(wide, dim=0).map(lambda states: states[back]), hidden[back]
 
@@ -180,11 +180,6 @@ def concatenated(parts: list[Features], dim: int) -> Features:
     return Features(
         torch.cat(last, dim) if last else None, tuple(torch.cat(tap, dim) for tap in taps)
     )
-
-
-def padded_to(width: int, states: torch.Tensor) -> torch.Tensor:
-    """States [B, T, D] with zeros at the positions from T to `width`."""
-    return pad(states, (0, 0, 0, width - states.shape[1]))
 
 
 def padded(

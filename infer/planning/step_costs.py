@@ -93,7 +93,8 @@ class StepCosts:
         surprise, noise = took - self.mean[place], RUN_DEVIATION**2
         # After another size the surprise would also be that of the ratio.
         if continued:
-            self._learn_drift(surprise**2 - noise)
+            seen = min(max(surprise**2 - noise, LEAST_DRIFT**2), MOST_DRIFT**2)
+            self.drift += (seen - self.drift) / DRIFT_MEMORY
         # The longer ago, the less is known: at last no more than at first.
         kept = MEMORY * self.covariance + (self.fading + self.drift)
         variance = kept[place, place] + noise
@@ -113,10 +114,6 @@ class StepCosts:
         """
         as_guessed = self.guessed + (self.mean[0] - self.guessed[0])
         self.mean = self.mean - (1 - share) * np.maximum(self.mean - as_guessed, 0)
-
-    def _learn_drift(self, seen: float) -> None:
-        seen = min(max(seen, LEAST_DRIFT**2), MOST_DRIFT**2)
-        self.drift += (seen - self.drift) / DRIFT_MEMORY
 
     def deviations_from(self, size: Size) -> Table:
         """How unsure the ratio of each size's seconds to those of `size` is: deviations [S]."""

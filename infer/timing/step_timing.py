@@ -8,6 +8,7 @@ size is timed between plain steps, as a multiple of these.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from threading import Lock
 
@@ -64,7 +65,8 @@ def time_sizes(costs: StepCosts, run: Callable[[Visits], object]) -> None:
     """Visit all sizes of `costs` and teach it what they take; `run` makes the steps of visits.
 
     The first round goes from small to large: with 16 rows a pass over 64 nodes each takes a second,
-    and trees of 8 were too dear already. Later rounds time only sizes that could still win.
+    and trees of 8 were too dear already. Later rounds time only sizes that could still win, by the
+    acceptance that the drafter expects. It takes 2 to 10 seconds, more where steps are slow.
     """
     order = random.Random(0)
     sizes, spent = [size for size in costs.sizes if size is not None], 0.0
@@ -108,21 +110,7 @@ def contenders(costs: StepCosts) -> list[Budget]:
     return [size for size, promise in promised.items() if promise >= enough] or [best]
 
 
-def time_steps(
-    target: Target, drafter: Drafter, request: Request, rule: Verifier, costs: StepCosts
-) -> None:
-    """Teach `costs` the seconds of steps under `rule`, plain and of sizes that may win.
-
-    `request` is what the steps serve; its answers must not end. Takes 2 to 10 seconds, more where
-    single steps are slow. Most of the time goes to tree sizes that could still win, by the
-    acceptance that the drafter expects.
-    """
-    time_sizes(costs, lambda visits: make_steps(target, drafter, request, rule, visits))
-
-
-def make_graphs(
-    target: Target, drafter: Drafter, request: Request, rule: Verifier, costs: StepCosts
-) -> None:
+def make_graphs(costs: StepCosts, make: Callable[[Visits], None]) -> None:
     """A step of each size, so that their graphs are there before a process serves.
 
     Only of sizes that could win, where all of them would take longer than timing does.
@@ -131,7 +119,7 @@ def make_graphs(
     if sum(map(costs.seconds, sizes)) >= ENOUGH_SECONDS:
         sizes = contenders(costs)
     turns = [turn for size in sizes for turn in (None, size)]
-    make_steps(target, drafter, request, rule, Visits(turns, steps=1))
+    make(Visits(turns, steps=1))
 
 
 def time_or_visit(plans: Plans, run: BatchRun, rule: Verifier, fresh: bool) -> None:
@@ -141,13 +129,13 @@ def time_or_visit(plans: Plans, run: BatchRun, rule: Verifier, fresh: bool) -> N
     """
     kind = StepKind.of(run, rule)
     costs = plans.costs(kind)
-    steps = plans.target, plans.drafter, run.request, rule, costs
+    make = partial(make_steps, plans.target, plans.drafter, run.request, rule)
     with TIMING:
         if fresh or not costs.was_timed:
-            time_steps(*steps)
+            time_sizes(costs, make)
             plans.keep_timed(kind)
         else:
-            make_graphs(*steps)
+            make_graphs(costs, make)
 
 
 def make_steps(

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from drafthead.backends.compiled import Compiled
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import json_lines, write_text
 from drafthead.infer.answers.results import summed
 from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.speedup_model import StepParts
@@ -140,7 +140,7 @@ class UnfinishedRace:
         self.path = path
         self.batches: dict[Place, Turns] = {}
         wanted = json.loads(json.dumps(made_of))
-        there = _lines(path)
+        there = [*json_lines(path)]
         first = there[0] if there and isinstance(there[0], dict) else {}
         self.changed = [name for name in {**wanted, **first} if wanted.get(name) != first.get(name)]
         self.begun = bool(there)
@@ -161,19 +161,6 @@ class UnfinishedRace:
     def end(self) -> None:
         """The race is over, and its report is written: the next one begins from nothing."""
         self.path.unlink(missing_ok=True)
-
-
-def _lines(path: Path) -> list[Any]:
-    """The lines of a file, up to one that a stop has cut off; none without a file."""
-    if not path.exists():
-        return []
-    lines: list[Any] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
 
 
 def _read_turn(answers: dict[str, Any], peak_memory_bytes: int) -> Turn:

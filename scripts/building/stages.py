@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from shlex import join, quote
@@ -212,10 +211,8 @@ class Building:
 
     def tau(self) -> str:
         """The head's tau by its last evaluation, if there is one."""
-        with suppress(ValueError):  # a line that is being written
-            found = [e["tau_tree"][str(BEST_BY)] for e in read_log(self.trained / EVALUATION_FILE)]
-            return f"tau so far {found[-1]:.2f}" if found else ""
-        return ""
+        found = [e["tau_tree"][str(BEST_BY)] for e in read_log(self.trained / EVALUATION_FILE)]
+        return f"tau so far {found[-1]:.2f}" if found else ""
 
     def plan(self) -> Facts:
         """How fast a head learns here, and what a token costs that is decoded alone."""

@@ -219,7 +219,7 @@ class FeatureReader:
         Of a target in pieces a process also makes the pass that only another one needs.
         """
         wanted = bool(rows)
-        if is_sharded(self.target):
+        if isinstance(self.target.model, FSDPModule):  # whose passes are those of all processes
             wanted = any_process(wanted, self.target.device)
         if not wanted:
             return []
@@ -263,11 +263,6 @@ def weight_bytes(target: Target) -> tuple[int, int]:
     weights = list(target.model.parameters())
     here = sum((w.to_local() if isinstance(w, DTensor) else w).nbytes for w in weights)
     return here, sum(weight.numel() * weight.itemsize for weight in weights)
-
-
-def is_sharded(target: Target) -> bool:
-    """Tell whether the passes of a target are those of all processes together."""
-    return isinstance(target.model, FSDPModule)
 
 
 def any_process(wants: bool, device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_json, write_text
+from drafthead.core.storage.files import json_lines, write_json, write_text
 from drafthead.heads.formats.files import read_json
 from drafthead.train.data.training_rows import Sources
 
@@ -257,9 +257,7 @@ class RunFolder:
 
     def best_evaluation(self) -> "BestEvaluation | None":
         """The evaluation with the highest tau in the log; None without any."""
-        path = self.path / EVALUATION_FILE
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        found = [BestEvaluation.of(json.loads(line)) for line in lines]
+        found = map(BestEvaluation.of, read_log(self.path / EVALUATION_FILE))
         return max(found, key=lambda one: one.tau, default=None)
 
     def log(self, name: str, record: dict[str, Any]) -> None:
@@ -270,15 +268,8 @@ class RunFolder:
 
 def cut_log(path: Path, last_step: int) -> None:
     """Keep the complete lines of a log up to a step, so that no step is logged twice."""
-    lines = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= last_step:
-                    lines.append(line + "\n")
-            except json.JSONDecodeError:  # the line that a killed run was writing
-                break
-    write_text(path, "".join(lines))
+    kept = [record for record in json_lines(path) if record["step"] <= last_step]
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 @dataclass(frozen=True)
@@ -317,9 +308,7 @@ def summarize(folder: Path) -> RunSummary:
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a log; none if there is no log."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            if "tau" in record:  # of older versions, which counted the bonus token
-                record["right_in_a_row"] = record.pop("tau") - 1
-            yield record
+    for record in json_lines(path):
+        if "tau" in record:  # of older versions, which counted the bonus token
+            record["right_in_a_row"] = record.pop("tau") - 1
+        yield record
