@@ -21,7 +21,7 @@ from drafthead.core.dims import Spec
 from drafthead.core.errors import first_line
 from drafthead.core.kv_cache.cache_memory import FRESH
 from drafthead.core.kv_cache.column_cache import CacheView, dims_of_view, move_columns
-from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec, concatenated
 from drafthead.core.target.hooks import Taps
 from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.target import Target, TargetOutput
@@ -229,12 +229,7 @@ class CompiledTarget(Target):
             read = min(OF_A_TREE, count - number * OF_A_TREE)
             assert cache.lengths is not None
             cache.commit(None, cache.lengths + read, cache.longest + read)
-        taps = zip(*(each.taps for each in parts), strict=True)
-        last = [each.last for each in parts if each.last is not None]
-        joined = Features(
-            torch.cat(last, 1) if last else None, tuple(torch.cat(t, 1) for t in taps)
-        )
-        return joined.map(lambda hidden: hidden[:, :count])
+        return concatenated(parts, dim=1).map(lambda hidden: hidden[:, :count])
 
     def _pass(self, features: FeatureSpec, has_logits: bool) -> "CompiledPass":
         """The passes that keep these features, with logits or without."""

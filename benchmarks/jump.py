@@ -6,9 +6,7 @@ order first, and adds that. The heads are here and in no family, because they di
 """
 
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +15,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from recorded import about_run
 from torch import nn
 from torch.nn.functional import pad
 
 from drafthead.core.settings import settings
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import write_json
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
@@ -39,7 +38,6 @@ from drafthead.heads.layers.decoder_layer import DecoderLayer, GatedMlp, RMSNorm
 from drafthead.heads.objectives.anchors import labels_at
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import depth_weights
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.train.data.packing import PackedData, RowOrder
 from drafthead.train.data.training_rows import DataConfig, training_data
 from drafthead.train.features.reading import read_features
@@ -515,14 +513,11 @@ def main(
         assert measured is not None
         optimizer = OptimizerConfig(name="muon", lr=5e-3, muon_lr=muon_lr, schedule="linear")
         recipe = Recipe(steps, rows, ttt_steps, draft_vocab_size, optimizer)
-        command = shlex.join(["python", "benchmarks/jump.py", *sys.argv[1:]])
-        versions, machine = describe_versions(), describe_machine()
-        about = {"target": target, "command": command, "machine": machine, "versions": versions}
-        races.append(about | {"rows": []})
+        races.append({"target": target, **about_run(), "rows": []})
         for row in race(model, (train, measured), recipe, heads or [], seed):
             races[-1]["rows"].append(row)
             print(json.dumps(row), flush=True)
-            write_text(output, json.dumps(races, indent=1) + "\n")
+            write_json(output, races)
     for each in races:
         print(f"\n{each['target']}\n", *table(each["rows"]), sep="\n")
 

@@ -29,12 +29,12 @@ from typing import IO, Annotated, Any
 
 import requests
 import typer
+from recorded import write_record
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.target import Target
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
@@ -69,8 +69,7 @@ def main(
             print(f"{run}: {error}")
             row = {"reader": server, "failed": str(error).replace(drafter, Path(drafter).name)}
         rows[f"{server} {Path(drafter).name}"] = {"head": Path(drafter).name, **row}
-        about = {"machine": describe_machine(), "versions": describe_versions(), "rows": rows}
-        write_text(RECORD, json.dumps(about, indent=2) + "\n")
+        write_record(RECORD, {"rows": rows})
     before, _, rest = PAGE.read_text().partition(BEGIN)
     write_text(PAGE, before + BEGIN + table(list(rows.values())) + END + rest.partition(END)[2])
 

@@ -7,7 +7,6 @@ times to the first text.
 """
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -20,13 +19,12 @@ from typing import Annotated, Any
 import httpx
 import typer
 import yaml
+from recorded import write_record
 from rich.console import Console
 from rich.table import Table
 from served import ServerProcess, ask, end_with_servers, started
 
-from drafthead.core.storage.files import write_text
 from drafthead.core.target.gguf_files import model_folder
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.train.data.conversations import read_conversations
 
 HERE = Path(__file__).parent
@@ -133,14 +131,12 @@ def main(
         turns = raced(servers, says, counts, rounds, max_tokens)
     rows = summary(turns)
     report = {
-        "machine": describe_machine(),
-        "versions": describe_versions(),
         "commands": chosen,
         "max_tokens": max_tokens,
         "summary": rows,
         "turns": turns,
     }
-    write_text(output, json.dumps(report, indent=1))
+    write_record(output, report)
     table = Table("clients", "server", "tokens/s", "first text, ms")
     for row in rows:
         first = f"{1000 * row['first text, s']:.0f}"

@@ -1,6 +1,6 @@
 """Hidden states of the target: which ones a drafter reads, and their values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,3 +41,17 @@ class Features:
         """These features with `function` applied to each tensor [B, T, D]."""
         last = None if self.last is None else function(self.last)
         return Features(last, tuple(function(tap) for tap in self.taps))
+
+    @classmethod
+    def joined(
+        cls, parts: "Sequence[Features]", join: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> "Features":
+        """The parts as one: `join` is given the tensors [...] of each kind."""
+        last = [part.last for part in parts if part.last is not None]
+        taps = zip(*(part.taps for part in parts), strict=True)
+        return cls(join(last) if last else None, tuple(join([*each]) for each in taps))
+
+
+def concatenated(parts: Sequence[Features], dim: int) -> Features:
+    """Features [B, T, D] of rows (dimension 0) or positions (1) that follow each other, as one."""
+    return parts[0] if len(parts) == 1 else Features.joined(parts, lambda s: torch.cat(s, dim))

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from drafthead.core.errors import UserError
 from drafthead.core.substitution import Substituting, Substitution
-from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec, concatenated
 from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.target import Target, TargetOutput
 from drafthead.core.target.tree_cache import StepCache, TreeCache
@@ -199,9 +199,5 @@ def joined(parts: list[list[torch.Tensor]], count: int) -> torch.Tensor:
 
 def joined_features(parts: list[list[Features]], count: int) -> Features:
     """The features [1, WIDTH, D] of each row's parts as [B, T, D]."""
-    last = [[part.last for part in row if part.last is not None] for row in parts]
-    taps = [
-        joined([[part.taps[tap] for part in row] for row in parts], count)
-        for tap in range(len(parts[0][0].taps))
-    ]
-    return Features(joined(last, count) if last[0] else None, tuple(taps))
+    rows = [concatenated(row, dim=1) for row in parts]
+    return concatenated(rows, dim=0).map(lambda hidden: hidden[:, :count])

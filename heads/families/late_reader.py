@@ -120,9 +120,7 @@ def joined(parts: list[Committed]) -> Committed:
         return torch.cat(tables, dim=1)[rows, order]
 
     tokens = in_order([part.tokens for part in parts])
-    taps = zip(*(part.features.taps for part in parts), strict=True)
-    last = [part.features.last for part in parts if part.features.last is not None]
-    features = Features(in_order(last) if last else None, tuple(in_order([*tap]) for tap in taps))
+    features = Features.joined([part.features for part in parts], in_order)
     lengths = torch.stack([part.lengths for part in parts]).sum(0)
     rows_of_parts = zip(*(part.new_tokens for part in parts), strict=True)
     new_tokens = [[token for new in row for token in new] for row in rows_of_parts]

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.column_cache import READ_CHUNK
-from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.target.features import Features, FeatureSpec, concatenated
 from drafthead.core.target.target import Target
 from drafthead.core.target.tree_cache import TreeCache
 
@@ -169,17 +169,6 @@ def read_chunk(
     else:
         cache.commit_prompt(read, end, longest - end + room)
     return found
-
-
-def concatenated(parts: list[Features], dim: int) -> Features:
-    """Features [B, T, D] of rows (dimension 0) or positions (1) that follow each other, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    last = [part.last for part in parts if part.last is not None]
-    taps = zip(*(part.taps for part in parts), strict=True)
-    return Features(
-        torch.cat(last, dim) if last else None, tuple(torch.cat(tap, dim) for tap in taps)
-    )
 
 
 def padded(

@@ -12,12 +12,14 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import replacing, write_json
@@ -166,13 +168,7 @@ def of_row(batch: Features, row: int, length: int) -> Features:
 
 def padded(rows: Sequence[Features]) -> Features:
     """Rows of features [T, D] as one batch [B, longest T, D], with zeros on the right."""
-
-    def batch(hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(list(hidden), batch_first=True)
-
-    last = [row.last for row in rows if row.last is not None]
-    taps = zip(*(row.taps for row in rows), strict=True)
-    return Features(batch(last) if last else None, tuple(batch(tap) for tap in taps))
+    return Features.joined(rows, partial(pad_sequence, batch_first=True))
 
 
 LEVELS = 127  # on either side of 0
