@@ -27,7 +27,7 @@ from drafthead.core.sampling import (
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
-from drafthead.heads.growing.dynamic import Children, as_values, dynamic_tree
+from drafthead.heads.growing.dynamic import Children, dynamic_tree
 from drafthead.heads.growing.static import chain_budgets
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 
@@ -106,10 +106,7 @@ class LevelSession(DraftSession):
             tree = self._drawn(logits, depth, sampling, random)
         else:
             self._begin_draft(budget, sampling, random)
-            if budget.nodes > depth + 1:
-                tree = self._grown(logits, Budget(budget.nodes, depth), random)
-            else:
-                tree = self._chain(logits, depth, random)
+            tree = self._grown(logits, Budget(max(budget.nodes, depth + 1), depth), random)
         self.levels = tree.max_depth
         self.cache.discard()
         return tree
@@ -125,33 +122,11 @@ class LevelSession(DraftSession):
             kind = (budget.nodes - 1) // budget.depth, draws is not None
             self.draft = OneDraft(self.drafter.sureness[kind], budget.least_chance)
 
-    def _goes_on(self, scores: torch.Tensor) -> bool:
-        """Whether to pass over tokens with scores [B, F], see `OneDraft`."""
-        return self.draft is None or self.draft.goes_on(scores)
-
     def _judge(self, committed: Committed) -> None:
         """Learn from what became of the last draft."""
         if self.draft is not None:
             self.draft.learn(self.levels, committed.counts)
             self.draft = None
-
-    def _chain(self, logits: torch.Tensor, depth: int, draws: NextDraws | None) -> TokenTree:
-        """The most probable token after each other, the first by logits [B, V]; with `draws`,
-        guesses of the target's.
-        """
-        assert self.roots is not None
-        tokens = [self.roots]
-        scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
-        for level in range(depth):
-            if level > 0:
-                if not self._goes_on(scores[-1][:, None]):
-                    break
-                logits = self._feed_one(self.drafter.own_ids(tokens[-1]), level)
-            log_probs, ids = self._best(logits, 1, level, draws)
-            tokens.append(ids[:, 0])
-            scores.append(scores[-1] + as_values(log_probs[:, 0]))
-        shape = self.drafter.shapes[len(tokens) - 1]
-        return TokenTree.from_shape(shape, torch.stack(tokens, 1), scores=torch.stack(scores, 1))
 
     def _drawn(
         self, logits: torch.Tensor, depth: int, sampling: Sampling, random: RowRandom
@@ -179,7 +154,7 @@ class LevelSession(DraftSession):
 
     def _grown(self, first: torch.Tensor, budget: Budget, draws: NextDraws | None) -> TokenTree:
         """The most probable tree, its first level by logits [B, V]; with `draws`, of the target's
-        own draws.
+        own draws. Of a node more than levels it is a chain.
         """
         assert self.roots is not None
 
@@ -189,9 +164,11 @@ class LevelSession(DraftSession):
             logits = self._feed(self.drafter.own_ids(tokens), depth, visible)
             return self._best(logits, width, depth, draws)
 
-        width = min(MOST_OPENED, budget.nodes - 1)  # children of a node
+        is_chain = budget.nodes == budget.depth + 1
+        width = 1 if is_chain else min(MOST_OPENED, budget.nodes - 1)  # children of a node
         children = self._best(first[:, None], width, 0, draws)
-        return dynamic_tree(self.roots, budget, children, expand, self._goes_on)
+        goes_on = None if self.draft is None else self.draft.goes_on
+        return dynamic_tree(self.roots, budget, children, expand, goes_on)
 
     def _best(
         self,
