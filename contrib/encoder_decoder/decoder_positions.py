@@ -61,9 +61,10 @@ class DecoderPositions:
         if (attention := biased_attention(self.decoder)) is not None:
             self._before(attention, self._biased)
         if (table := position_table(self.decoder)) is not None:
-            self._before(table, self._numbered)
-            hook = in_this_thread(self._in_rows)
-            self.handles.append(table.register_forward_hook(hook))
+            # Decoders give all positions in one row; the embeddings [B x T, D] become rows again.
+            self._before(table, lambda _: {NUMBERS: self.positions.flatten()})
+            in_rows = in_this_thread(lambda _, __, found: found.view(*self.positions.shape, -1))
+            self.handles.append(table.register_forward_hook(in_rows))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,16 +96,3 @@ class DecoderPositions:
         )
         by_distance = last[0, :, 0].flip(-1)  # [H, S]
         return {BIAS: by_distance[:, distances].transpose(0, 1)}
-
-    def _numbered(self, _table: nn.Module) -> dict[str, Any]:
-        """All positions in one row, the form in which decoders give them."""
-        return {NUMBERS: self.positions.flatten()}
-
-    def _in_rows(
-        self,
-        _table: nn.Module,
-        _inputs: object,
-        found: torch.Tensor,  # [B x T, D] or [1, B x T, D]
-    ) -> torch.Tensor:
-        """The embeddings as rows [B, T, D]."""
-        return found.view(*self.positions.shape, -1)

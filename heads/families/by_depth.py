@@ -51,12 +51,17 @@ def guessed_tokens(
 class HeadByDepth(DraftVocabulary, DraftHead):
     """A head that guesses each depth from one state for each anchor.
 
-    Its config has `vocab_size`, and `loss`, a name in TOKEN_LOSSES.
+    Its config has `vocab_size`, `loss`, a name in TOKEN_LOSSES, and `num_heads`, which is the depth
+    unless the head has another one.
     """
 
     def __init__(self, config: Any, draft_vocab_size: int = 0):
         super().__init__(config)
         self.add_draft_vocabulary(config.vocab_size, draft_vocab_size)
+
+    @property
+    def depth(self) -> int:
+        return int(self.config.num_heads)
 
     @property
     def features_needed(self) -> FeatureSpec:

@@ -66,10 +66,6 @@ class MedusaHeads(HeadByDepth):
         super().__init__(config)
         self.branches = nn.ModuleList(MedusaBranch(config) for _ in range(config.num_heads))
 
-    @property
-    def depth(self) -> int:
-        return len(self.branches)
-
     def initialize(self, target: Target) -> None:
         weight = target.output_weight()
         for index in range(self.depth):

@@ -55,10 +55,7 @@ class HydraBranch(nn.Module):
         self.block = nn.Linear(size, size) if config.num_blocks > 1 else None
         self.repeats = config.num_blocks - 1
         self.output = nn.Linear(size, config.vocab_size)
-        self._pass_on_the_hidden_state()
-
-    def _pass_on_the_hidden_state(self) -> None:
-        """A fresh head without prefix layer predicts what the target's output head predicts."""
+        # A fresh head without prefix layer predicts what the target's output head predicts.
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         if isinstance(self.shortcut, nn.Linear):
@@ -93,17 +90,6 @@ class PrefixLayer(nn.Module):
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         return self.norm(self.layer(hidden, self.rotary(positions), mask))
 
-    def decode_pass(
-        self,
-        hidden: torch.Tensor,  # [B, T, D]
-        positions: torch.Tensor,  # [B or 1, T]
-        mask: torch.Tensor,  # [B or 1, 1, T, S]
-        cached: CacheColumns,
-    ) -> torch.Tensor:
-        """Outputs [B, T, D] at newly committed positions, whose keys and values are stored."""
-        rotation = self.rotary(positions)
-        return self.norm(self.layer(hidden, rotation, mask, cached.of_layer(0)))
-
 
 @register_head("hydra", HydraConfig)
 class HydraHeads(SequentialHead):
@@ -120,10 +106,6 @@ class HydraHeads(SequentialHead):
     def sized(cls, config: HydraConfig, target: Target) -> Any:
         sized = super().sized(config, target)
         return sized.like(target) if config.prefix_layer else sized
-
-    @property
-    def depth(self) -> int:
-        return len(self.branches)
 
     def initialize(self, target: Target) -> None:
         weight = target.output_weight()
@@ -147,8 +129,10 @@ class HydraHeads(SequentialHead):
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
         cached: CacheColumns,
     ) -> torch.Tensor:
-        assert self.prefix is not None
-        return self.prefix.decode_pass(hidden, positions, mask, cached)
+        prefix = self.prefix
+        assert prefix is not None
+        rotation = prefix.rotary(positions)
+        return prefix.norm(prefix.layer(hidden, rotation, mask, cached.of_layer(0)))
 
     def advance(
         self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target

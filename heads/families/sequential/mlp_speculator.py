@@ -77,10 +77,6 @@ class MlpSpeculator(SequentialHead):
         sized = super().sized(config, target)
         return replace(sized, inner_size=config.inner_size or target.hidden_size)
 
-    @property
-    def depth(self) -> int:
-        return self.config.num_heads
-
     def initialize(self, target: Target) -> None:
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
