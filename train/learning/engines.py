@@ -120,10 +120,13 @@ FEW_KERNELS = "64"
 # What was given back has to be asked for again, which takes up to a tenth of a step.
 STEPS_BETWEEN = 8
 CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"  # read once, at the first product
+# glibc's mallopt: blocks up to this size are kept when they are freed. Else the system takes back
+# each large one and clears it before the next use, which takes a tenth of a step.
+MMAP_THRESHOLD, TRIM_THRESHOLD, LARGEST_KEPT = -3, -1, 2**31 - 1
 
 
 class HostMemory:
-    """Gives back, every few steps, what the allocator holds; on other devices it does nothing.
+    """Keeps freed memory for the next steps, and gives it back every few of them, on a CPU.
 
     Micro-batches have many shapes. The allocator keeps what it was given back in pieces of all
     sizes, and oneDNN keeps a compiled kernel for each shape, up to 1,024 of them: the memory of a
@@ -136,7 +139,11 @@ class HostMemory:
         if device.type == "cpu":
             os.environ.setdefault(CAPACITY, FEW_KERNELS)
             # In glibc; other C libraries hold less, or have no such function.
-            self.trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            libc = ctypes.CDLL(None)
+            self.trim = getattr(libc, "malloc_trim", None)
+            if self.trim is not None:
+                libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
+                libc.mallopt(TRIM_THRESHOLD, LARGEST_KEPT)
 
     def after_step(self, step: int) -> None:
         """Give free memory back to the system, if that is due."""

@@ -1,6 +1,7 @@
 """Memory that training gives back to the system."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -30,6 +31,23 @@ def test_what_was_freed_between_things_that_stay_goes_back_to_the_system() -> No
     assert held - resident() < 1e6, "it is not due"
     memory.after_step(STEPS_BETWEEN)
     assert held - resident() > 200e6
+
+
+def faults() -> int:
+    """Pages that the system has cleared for this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no mallopt")
+def test_large_blocks_are_kept_between_steps() -> None:
+    if HostMemory(CPU).trim is None:
+        pytest.skip("this C library has no mallopt")
+    for _ in range(2):  # the second goes where there is room for both
+        torch.ones(2**24).add_(1)  # 64 MiB
+    before = faults()
+    for _ in range(4):
+        torch.ones(2**24).add_(1)
+    assert faults() - before < 2**26 / PAGE / 4, "of 65,536 pages"
 
 
 def test_the_cache_of_kernels_is_limited_unless_the_user_has_set_its_size(monkeypatch) -> None:
