@@ -39,7 +39,7 @@ void attend(const at::BFloat16* query, Steps q, const at::BFloat16* key, Steps k
         const int64_t b = task / (kv_heads * blocks), kv_head = task / blocks % kv_heads;
         Queries<D, mask_t> of;
         for (int64_t r = 0; r < rows; ++r) {
-            const int64_t h = kv_head * sharing + (start + r) / tokens, t = (start + r) % tokens;
+            const int64_t h = kv_head * sharing + (start + r) % sharing, t = (start + r) / sharing;
             std::memcpy(of.query + r * D, query + b * q.b + h * q.h + t * q.t, D * 2);
             of.mask[r] = mask + b * m.b + h * m.h + t * m.t;
             of.output[r] = output + b * o.b + h * o.h + t * o.t;

@@ -2,12 +2,11 @@
 #define DRAFTHEAD_QUERIES
 
 namespace {
-constexpr int MOST_QUERIES = 16;  // of one head of keys, worked on together
 // A score so far below the largest is that of a hidden column, to which a mask has added the least
 // number of its type. Where all columns are hidden, none is.
 constexpr float HIDDEN = -1e38f;
 
-// Queries that share a head of keys, their masks, and where their outputs go.
+// Up to MOST_QUERIES queries that share a head of keys, their masks, and where their outputs go.
 template <int D, typename mask_t>
 struct Queries {
     alignas(64) at::BFloat16 query[MOST_QUERIES * D];

@@ -1,8 +1,12 @@
 #ifndef DRAFTHEAD_ATTENTION_ROWS
 #define DRAFTHEAD_ATTENTION_ROWS
 #include "numbers.h"
-#include "queries.h"
 #include <vector>
+
+namespace {
+constexpr int MOST_QUERIES = 16;  // of one head of keys, worked on together
+}
+#include "queries.h"
 
 namespace {
 constexpr int KEYS = 4;  // multiplied at once
