@@ -55,7 +55,8 @@ def test_the_set_is_the_widest_that_processor_system_and_user_allow(
 def test_products_of_a_lower_set_hold_what_those_of_the_widest_do(lower) -> None:
     if lower in (kernel_set(), None) or kernel_set() == AVX2:
         pytest.skip("the other tests have tried it")
-    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("linear", "gated_mlp")]
+    names = ("linear", "gated_mlp", "attention")
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     script = (
         "import sys, pytest; from drafthead.backends.cpu.kernels.kernel_set import kernel_set; "
         f"assert kernel_set() == {lower!r}; sys.exit(pytest.main(sys.argv[1:]))"
