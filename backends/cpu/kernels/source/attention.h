@@ -5,15 +5,16 @@
 
 // A query's result depends on the columns that it sees and on their order, bit by bit: not on other
 // queries, and not on where the columns lie. Values are added one column after the other, where one
-// of weight 0 changes nothing, and a weight's partial sum is chosen by its place among those that are
-// seen. So a node of a tree gets what it gets in plain decoding. As in torch's kernel, weights are
-// rounded to bfloat16 before they are multiplied; with AVX2 they stay in float32.
+// of weight 0 changes nothing; with AMX, 32 of those that are seen at a time. A weight's partial sum
+// is chosen by its place among those that are seen. So a node of a tree gets what it gets in plain
+// decoding. As in torch's kernel, weights are rounded to bfloat16 before they are multiplied; with
+// AVX2 they stay in float32.
 namespace {
 // From one row, head and token or key to the next; the values of one are side by side.
 struct Steps { int64_t b, h, t; };
 
 // output [batch, heads, tokens, D]; a task is up to MOST_QUERIES queries of a row that share a head
-// of keys: 24 queries are two tasks of 12
+// of keys, in tasks of nearly the same size; heads of a token follow each other, as they share a mask
 template <int D, typename mask_t>
 void attend(const at::BFloat16* query, Steps q, const at::BFloat16* key, Steps k,
             const at::BFloat16* value, Steps v, const mask_t* mask, Steps m,
