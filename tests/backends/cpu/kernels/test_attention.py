@@ -34,9 +34,7 @@ def threads(request) -> int:
     return request.param
 
 
-def inputs(
-    rows, heads, key_heads, queries, columns, size, sight="random"
-) -> list[torch.Tensor]:
+def inputs(rows, heads, key_heads, queries, columns, size, sight="random") -> list[torch.Tensor]:
     """Queries, a part of the columns of a larger cache, and a mask."""
     torch.manual_seed(0)
     query = torch.randn(rows, queries, heads, size).bfloat16().transpose(1, 2)
@@ -97,7 +95,9 @@ def test_a_query_has_the_same_bits_in_a_batch_of_prompts_and_alone(size, reach) 
         for token, its in enumerate(seen[-1]):
             mask[row, :, token, its] = 0
     together = torch.ops.drafthead.attend(query, keys, values, mask, 0.1)
-    for row, token in itertools.product(range(3), [0, 1, 30, 31, 32, 33, 62, 63, 64, 65, 95, 96, 99]):
+    for row, token in itertools.product(
+        range(3), [0, 1, 30, 31, 32, 33, 62, 63, 64, 65, 95, 96, 99]
+    ):
         its, one = seen[row][token], slice(row, row + 1)
         states = keys[one, :, its].contiguous(), values[one, :, its].contiguous()
         shown = torch.zeros(1, 1, 1, len(its)).bfloat16()

@@ -52,7 +52,7 @@ def test_the_set_is_the_widest_that_processor_system_and_user_allow(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("lower", [AVX512, AVX2])
-def test_products_of_a_lower_set_hold_what_those_of_the_widest_do(lower) -> None:
+def test_kernels_of_a_lower_set_hold_what_those_of_the_widest_do(lower) -> None:
     if lower in (kernel_set(), None) or kernel_set() == AVX2:
         pytest.skip("the other tests have tried it")
     names = ("linear", "gated_mlp", "attention")
