@@ -6,8 +6,8 @@ known class is one call. What is not known stays as it is.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,14 +18,16 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
 from drafthead.backends.cpu.substitutions import added, can_be_packed, has_mask
 from drafthead.backends.cpu.threads import threads
+from drafthead.core.target.features import Features
 from drafthead.core.target.int8 import LONGEST, Int8Linear
+from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.target.weight_state import weights_of
 
 ATTENTION = "drafthead_cpu"
 # Layers that compute what Llama's do, some with a bias or with norms of queries and keys.
-LLAMA_LAYERS = {
-    f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")
-}
+LLAMAS = "Llama", "Mistral", "Ministral", "Qwen2", "Qwen3"
+LLAMA_LAYERS = {f"{name}DecoderLayer" for name in LLAMAS}
+LLAMA_DECODERS = {f"{name}Model" for name in LLAMAS}
 # Rotary positions whose frequencies are the same however long the text is.
 FIXED_FREQUENCIES = {"default", "linear", "llama3", "yarn"}
 ops = torch.ops.drafthead
@@ -89,7 +91,7 @@ class PackedRotations(nn.Module):
 class PackedLayer(nn.Module):
     """A decoder layer of Llama's kind, over a cache with room for the new tokens.
 
-    One call runs it, after layers that were left to it: see `PackedLayers`.
+    One call runs it, after layers that were left to it: see `PackedDecoder`.
     """
 
     def __init__(self, layer: Any, in_int8: bool):
@@ -144,26 +146,37 @@ def layer_weights(layer: Any, input_norm: torch.Tensor, in_int8: bool) -> list[t
     ]
 
 
-class PackedLayers(nn.ModuleList):
-    """The decoder layers of a model, alike but for their weights; it iterates over a slice of them.
+class PackedDecoder:
+    """The decoder of a model as Llama's, whose layers are alike but for their weights.
 
-    A layer is left to the next one where no hook reads what comes between: a pass is few calls.
+    Layers between which no state is read are one call.
     """
 
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        calls: list[Callable[..., Any]] = []
-        waiting: list[nn.Module] = []
-        layers = list(self._modules.values())[index]
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            own = layer._forward_hooks or layer._forward_pre_hooks
-            if own or following is None or following._forward_pre_hooks:
-                calls.append(partial(layer, before=waiting))
+    def __init__(self, decoder: Any):
+        """For a decoder of which `is_llama_decoder` holds."""
+        self.embed, self.rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.layers, self.norm = list(decoder.layers), decoder.norm
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        mask: torch.Tensor,  # [B, 1, T, S]
+        cache: TreeCache,
+        taps: Sequence[int],  # as in `FeatureSpec`
+    ) -> Features:
+        """The last states [B, T, D], and those of the taps."""
+        hidden = self.embed(input_ids)
+        rotation = self.rotary(hidden, position_ids)
+        states, waiting = {-1: hidden}, []
+        for number, layer in enumerate(self.layers):
+            if number in taps or layer is self.layers[-1]:
+                hidden = states[number] = layer(hidden, mask, rotation, cache, before=waiting)
                 waiting = []
             else:
                 waiting.append(layer)
-        return calls
+        last = states[len(self.layers)] = self.norm(hidden)
+        return Features(last, tuple(states[tap] for tap in taps))
 
 
 def packed_attention(
@@ -206,10 +219,6 @@ def twin_of(model: PreTrainedModel, in_int8: bool) -> PreTrainedModel:
         if made is not None:
             parent._modules[name] = made
             getattr(made, "packed", None)  # at once, and not at the first pass
-    if len(set(getattr(config, "layer_types", None) or [""])) == 1:  # what they see is the same
-        for parent, name, part in list(children_in(twin)):
-            if isinstance(part, nn.ModuleList) and are_alike(list(part)):
-                parent._modules[name] = PackedLayers(part)
     return twin
 
 
@@ -219,11 +228,18 @@ def with_same_weights(module: nn.Module) -> Any:
     return copy.deepcopy(module, shared).eval()
 
 
-def are_alike(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers can be left to each other."""
-    if not all(isinstance(layer, PackedLayer) for layer in layers):
-        return False
-    return len({(layer.eps, layer.scale) for layer in layers}) == 1
+def is_llama_decoder(decoder: nn.Module) -> bool:
+    """Whether a decoder computes what Llama's does, of layers of ours that see the same columns."""
+    kind, layers = type(decoder), list(getattr(decoder, "layers", ()))
+    return (
+        kind.__name__ in LLAMA_DECODERS
+        and kind.__module__.startswith("transformers.models.")
+        and "forward" not in vars(decoder)
+        and len(layers) == decoder.config.num_hidden_layers
+        and all(isinstance(layer, PackedLayer) for layer in layers)
+        and len({(layer.eps, layer.scale) for layer in layers}) == 1
+        and len(set(getattr(decoder.config, "layer_types", None) or [""])) == 1
+    )
 
 
 def children_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

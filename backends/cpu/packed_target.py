@@ -23,10 +23,12 @@ from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
 from drafthead.backends.cpu.kernels.packing import packed_weights
 from drafthead.backends.cpu.packed_heads import packed_head
 from drafthead.backends.cpu.packed_modules import (
+    PackedDecoder,
     PackedLayer,
     PackedLinear,
     PackedNorm,
     PackedRotations,
+    is_llama_decoder,
     is_product,
     twin_of,
 )
@@ -92,6 +94,8 @@ class PackedTarget(Target):
         self.state = state_of(self.model)
         self.called = twin_of(self.model, self.in_int8)
         decoder = find_decoder(self.called)
+        # What passes run instead of the twin's own code, where that is known.
+        self.decoder = PackedDecoder(decoder) if is_llama_decoder(decoder) else None
         self.layers = find_layers(decoder)
         after_norm = self.last_state.is_input
         self.last_state = self.head_input() if after_norm else self.find_last_state(decoder)
@@ -132,9 +136,15 @@ class PackedTarget(Target):
         logits_to_keep: int = 0,
     ) -> TargetOutput:
         """As `Target.run`; passes that follow a cache run our kernels."""
-        run = super().run if self.runs_ours(cache, attention_mask) else self.plain.run
+        given = input_ids, position_ids, attention_mask, features, cache
         with threads.for_a_call():
-            return run(input_ids, position_ids, attention_mask, features, cache, logits_to_keep)
+            if not self.runs_ours(cache, attention_mask):
+                return self.plain.run(*given, logits_to_keep)
+            if (found := self.in_few_calls(*given)) is None:
+                return super().run(*given, logits_to_keep)
+            assert found.last is not None
+            logits = self.project(found.last[:, -logits_to_keep:])
+            return TargetOutput(logits, found)
 
     @torch.no_grad()
     def read(
@@ -146,9 +156,31 @@ class PackedTarget(Target):
         cache: Cache | None = None,
     ) -> Features:
         """As `Target.read`; passes that follow a cache run our kernels."""
-        read = super().read if self.runs_ours(cache, attention_mask) else self.plain.read
+        given = input_ids, position_ids, attention_mask, features, cache
         with threads.for_a_call():
-            return read(input_ids, position_ids, attention_mask, features, cache)
+            if not self.runs_ours(cache, attention_mask):
+                return self.plain.read(*given)
+            return self.in_few_calls(*given) or super().read(*given)
+
+    def in_few_calls(
+        self,
+        input_ids: torch.Tensor,  # [B, T]
+        position_ids: torch.Tensor,  # [B, T]
+        attention_mask: LayerMasks,  # [B, 1, T, S]
+        features: FeatureSpec,
+        cache: Cache | None,
+    ) -> Features | None:
+        """The features of a pass that follows a cache; None where the twin's own code runs.
+
+        No hooks read them, so passes of several threads need not wait for each other.
+        """
+        if self.decoder is None or not isinstance(cache, TreeCache):
+            return None
+        mask, _ = self._layer_masks(attention_mask)
+        are_here = all(-1 <= tap <= self.num_layers for tap in features.layers)
+        if not (are_here and isinstance(mask, torch.Tensor)):
+            return None
+        return self.decoder(input_ids, position_ids, mask, cache, features.layers)
 
     def runs_ours(self, cache: Cache | None, mask: LayerMasks) -> bool:
         """Whether a pass runs our kernels: it follows a cache that has room for it."""

@@ -261,6 +261,7 @@ def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 operation("largest_logits(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
     sampling.largest
 )
+operation("most_probable(Tensor logits) -> Tensor")(sampling.most_probable)
 
 
 @operation(

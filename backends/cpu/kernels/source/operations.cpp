@@ -276,6 +276,23 @@ std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
     return {values, places, totals};
 }
 
+Tensor most_probable_op(const Tensor& logits) {
+    const Tensor rows = logits.contiguous();
+    Tensor out = at::empty(logits.sizes().slice(0, logits.dim() - 1), logits.options().dtype(at::kLong));
+    auto find = [&](const auto* x) {
+        #pragma omp parallel for num_threads(threads()) if (rows.numel() > 8 * SHARED)
+        for (int64_t r = 0; r < out.numel(); ++r) {
+            out.mutable_data_ptr<int64_t>()[r] = most_probable(x + r * rows.size(-1), rows.size(-1));
+        }
+    };
+    if (rows.scalar_type() == at::kFloat) {
+        find(rows.const_data_ptr<float>());
+    } else {
+        find(read(rows));
+    }
+    return out;
+}
+
 template <typename T>
 const T* numbers(const Tensor& x) { return x.const_data_ptr<T>(); }
 template <typename T>
@@ -416,6 +433,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("rotations", TORCH_FN(rotations_op));
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
     m.impl("largest_logits", TORCH_FN(largest_op));
+    m.impl("most_probable", TORCH_FN(most_probable_op));
     m.impl("open_level", TORCH_FN(open_level_op));
     m.impl("with_children", TORCH_FN(with_children_op));
     m.impl("best_tree", TORCH_FN(best_tree_op));

@@ -60,5 +60,31 @@ void largest(const number_t* x, int64_t rows, int64_t size, float* values, int64
         totals[r] = most + std::log(total);
     }
 }
+
+// The first of the largest of x [size]; -1, which is NO_TOKEN, if that is NaN or -infinity.
+template <typename number_t>
+int64_t most_probable(const number_t* x, int64_t size) {
+    using Vec = at::vec::Vectorized<float>;
+    constexpr int64_t PART = 64 * LANES;
+    float most = -std::numeric_limits<float>::infinity();
+    int64_t place = size;  // the beginning of the part that has the largest
+    for (int64_t start = 0; start < size; start += PART) {
+        const int64_t end = std::min(start + PART, size);
+        Vec of_lanes(most);
+        int64_t i = start;
+        // NaN counts as the largest.
+        for (; i + LANES <= end; i += LANES) of_lanes = at::vec::maximum(of_lanes, Vec(load(x + i)));
+        alignas(64) float lanes[LANES];
+        of_lanes.store(lanes);
+        float largest = most;
+        auto see = [&](float one) { largest = one > largest || std::isnan(one) ? one : largest; };
+        for (float one : lanes) see(one);
+        for (; i < end; ++i) see(x[i]);
+        if (std::isnan(largest)) return -1;
+        if (largest > most) most = largest, place = start;
+    }
+    while (place < size && float(x[place]) != most) ++place;
+    return place < size ? place : -1;
+}
 }  // namespace
 #endif
