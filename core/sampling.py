@@ -361,10 +361,9 @@ def most_probable(logits: torch.Tensor) -> torch.Tensor:
     NaN counts as larger than any number, as in torch. transformers answers with the first NaN's
     token; but that token would be the answer's only one from then on.
     """
-    is_traced = torch.compiler.is_compiling()
-    if logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and not is_traced:
-        if (kernel := kernel_of("most_probable")) is not None:
-            return kernel(logits)  # type: ignore[no-any-return]
+    has_16_bits = logits.dtype == torch.bfloat16 and logits.device.type == "cpu"
+    if has_16_bits and not torch.compiler.is_compiling() and (ours := kernel_of("most_probable")):
+        return ours(logits)  # type: ignore[no-any-return]
     # In float32, because argmax over 16-bit numbers is four times slower on a CPU.
     scores = logits.float()
     token = scores.argmax(-1)

@@ -1,18 +1,19 @@
 """Draft heads that run our kernels: a twin of a head, with the same weights.
 
 Products are of whole numbers of eight bits, as no guess changes an answer. Layers of ours are one
-call, whatever they make of what they read first. What is not known stays as it is: products, norms
+call, and so is a pass of an EAGLE-3 head. What is not known stays as it is: products, norms
 and rotary positions may be anywhere in a head.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from drafthead.backends.cpu.kernels.operations import LAYER_WEIGHTS, NORM_MULTIPLE
+from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
 from drafthead.backends.cpu.packed_modules import (
+    PackedLinear,
+    PackedNorm,
     are_llamas_parts,
     children_in,
     layer_weights,
@@ -20,34 +21,28 @@ from drafthead.backends.cpu.packed_modules import (
     packed,
     with_same_weights,
 )
-from drafthead.core.kv_cache.column_cache import LayerColumns
-from drafthead.heads.families.recurrent.eagle3 import Eagle3Layer
-from drafthead.heads.families.recurrent.head import RecurrentHead
+from drafthead.core.kv_cache.column_cache import CacheColumns, LayerColumns
+from drafthead.heads.families.recurrent.eagle3 import Eagle3Head, Eagle3Layer
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
     RMSNorm,
     Rotary,
     Rotation,
     Store,
-    StoreOf,
 )
+from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 
 ops = torch.ops.drafthead
 
 
 class PackedAdding:
-    """`DecoderLayer.added` in one call, and the layers that follow."""
+    """`DecoderLayer.added` in one call."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], in_int8: bool):
-        """For layers of which `are_packable` holds."""
-        self.inputs, self.usual = layers[0].inputs, layers[0].added
-        self.eps = layers[0].post_attention_layernorm.eps
-        self.scale = layers[0].self_attn.head_dim ** -0.5
-        self.weights = [
-            weight
-            for layer in layers
-            for weight in layer_weights(layer, weight_of(layer.input_layernorm), in_int8)
-        ]
+    def __init__(self, layer: DecoderLayer, in_int8: bool):
+        """For a layer of which `is_packable` holds."""
+        self.usual, self.eps = layer.added, layer.post_attention_layernorm.eps
+        self.scale = layer.self_attn.head_dim**-0.5
+        self.weights = layer_weights(layer, weight_of(layer.input_layernorm), in_int8)
 
     def __call__(
         self,
@@ -62,21 +57,40 @@ class PackedAdding:
             return self.usual(hidden, read, rotation, mask, store)
         cos, sin = (table.squeeze(1).to(hidden.dtype) for table in rotation)
         cached = store.cached
-        own = slice(store.layer, store.layer + len(self.weights) // LAYER_WEIGHTS)
-        states = list(cached.keys[own]), list(cached.values[own]), cached.columns
+        states = [cached.keys[store.layer]], [cached.values[store.layer]], cached.columns
         how = self.weights, self.eps, self.scale, read
         made: torch.Tensor = ops.decoder_layers(hidden, cos, sin, mask, *states, *how)
         return made
 
-    def all_layers(
+
+class PackedPass:
+    """`RecurrentHead.in_one_call` of an EAGLE-3 head."""
+
+    def __init__(self, head: Any):
+        """For a twin of which `is_one_call` holds."""
+        first, norm, output, rotary = head.layers[0], head.norm, head.lm_head, head.rotary
+        norms = first.input_layernorm.weight, first.hidden_norm.weight
+        own = [*norms, rotary.frequencies, norm.weight, output.packed]
+        self.feeds_norm = head.config.norm_feedback
+        layers = [weight for layer in head.layers for weight in layer.added.weights]
+        sizes = output.out_features, norm.eps, first.added.scale, rotary.scaling
+        self.how = layers, own, *sizes, first.norm_before_residual
+
+    def __call__(
         self,
-        inputs: Sequence[torch.Tensor],  # [B, T, D] each, of the first layer
-        rotation: Rotation,
+        table: torch.Tensor,  # [V, D]
+        tokens: torch.Tensor,  # [B, T]
+        states: torch.Tensor,  # [B, T, D]
+        is_drafted: bool,
+        positions: torch.Tensor,  # [B, T]
         mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        store_of: StoreOf,
-    ) -> torch.Tensor:
-        """The outputs [B, T, D] of all layers, see `RecurrentHead.in_one_call`."""
-        return self(*self.inputs(*inputs), rotation, mask, store_of(0))
+        cached: CacheColumns,
+        ends: torch.Tensor | None,  # [B]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [B, T, D] and logits [B, T, Vd]."""
+        read = table, tokens, states, is_drafted and self.feeds_norm, positions, mask
+        columns = list(cached.keys), list(cached.values), cached.columns
+        return ops.eagle3_pass(*read, *columns, *self.how, ends)
 
 
 class PackedRotary(Rotary):
@@ -92,17 +106,35 @@ def packed_head(head: Any, in_int8: bool = True) -> Any:
     """A twin of a `DraftHead` that runs our kernels where it can, with the same weights."""
     twin = with_same_weights(head)
     for part in list(twin.modules()):
-        if isinstance(part, RecurrentHead) and are_packable(part.layers):
-            part.in_one_call = PackedAdding(list(part.layers), in_int8).all_layers  # type: ignore
-        elif isinstance(part, DecoderLayer) and are_packable([part]):
-            part.added = PackedAdding([part], in_int8)  # type: ignore[method-assign]
+        if isinstance(part, DecoderLayer) and is_packable(part):
+            part.added = PackedAdding(part, in_int8)  # type: ignore[method-assign]
         for name, value in vars(part).items():
             if type(value) is Rotary and (2 * len(value.frequencies)) % NORM_MULTIPLE == 0:
                 setattr(part, name, PackedRotary(value.frequencies, value.scaling))
     for parent, name, part in list(children_in(twin)):
         if (made := packed(part, in_int8)) is not None:
             parent._modules[name] = made
+    for part in twin.modules():
+        if isinstance(part, DraftVocabulary) and (ids := part.draft_ids) is not None:
+            part.tokens_of = ids.take  # type: ignore[method-assign]
+        if type(part) is Eagle3Head and is_one_call(part):
+            part.in_one_call = PackedPass(part)
     return twin
+
+
+def is_one_call(head: Eagle3Head) -> bool:
+    """Whether all parts of a twin are those of `PackedPass`, and no window hides columns."""
+    layers: list[Any] = list(head.layers)
+    norms = [head.norm, layers[0].hidden_norm, *(layer.input_layernorm for layer in layers)]
+    return (
+        all(isinstance(norm, PackedNorm) for norm in norms)
+        and all(isinstance(layer.added, PackedAdding) for layer in layers)
+        and len({part.eps for part in (*norms, *(layer.added for layer in layers))}) == 1
+        and isinstance(head.lm_head, PackedLinear)
+        and isinstance(head.rotary, PackedRotary)
+        and not head.config.window
+        and head.mask_hidden is None
+    )
 
 
 def weight_of(norm: nn.Module) -> torch.Tensor:
@@ -110,18 +142,11 @@ def weight_of(norm: nn.Module) -> torch.Tensor:
     return norm.weight if isinstance(norm, RMSNorm) else torch.empty(0, dtype=torch.bfloat16)
 
 
-def are_packable(layers: Iterable[nn.Module]) -> bool:
-    """Whether layers are ours, of sizes and types of our kernels, and alike but for their weights;
-    the inputs of the first one may be of any form.
-    """
-    kinds = set()
-    for index, layer in enumerate(layers):
-        # Of a class of its own a layer may compute something else.
-        if type(layer) is not DecoderLayer and (index or type(layer) is not Eagle3Layer):
-            return False
-        assert isinstance(layer, DecoderLayer)
-        norms: list[Any] = norms_after(layer) + ([layer.input_layernorm] if index else [])
-        if not are_llamas_parts(layer, norms):
-            return False
-        kinds |= {(norm.eps, layer.self_attn.head_dim) for norm in norms}
-    return len(kinds) == 1
+def is_packable(layer: DecoderLayer) -> bool:
+    """Whether a layer is one of ours, of sizes and types of our kernels."""
+    # Of a class of its own a layer may compute something else.
+    if type(layer) not in (DecoderLayer, Eagle3Layer):
+        return False
+    norms: list[Any] = norms_after(layer)
+    sizes = {(norm.eps, layer.self_attn.head_dim) for norm in norms}
+    return are_llamas_parts(layer, norms) and len(sizes) == 1

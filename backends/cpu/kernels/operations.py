@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from drafthead.backends.cpu.kernels import packing
 from drafthead.core import sampling
+from drafthead.core.drafting.drafter import at_last
 from drafthead.core.kv_cache.column_cache import move_columns, visible_columns
 from drafthead.core.target import int8
 from drafthead.core.trees.tree import TreeTables
@@ -235,6 +236,51 @@ def decoder_layer(
     hidden = hidden + linear(mixed, out, width, or_none(out_bias))
     between = gated(rms_norm(hidden, mlp_norm, eps, False), gate_up, gate_up.shape[0] * 16)
     return hidden + linear(between, down, width, None)
+
+
+@operation(
+    "eagle3_pass(Tensor table, Tensor tokens, Tensor states, bool is_output, Tensor positions, "
+    "Tensor mask, Tensor[] keys, Tensor[] values, Tensor columns, Tensor[] layers, Tensor[] own, "
+    "SymInt size, float eps, float scale, float turn, bool adds_normed, Tensor? ends) "
+    "-> (Tensor, Tensor)"
+)
+def eagle3_pass(
+    table: torch.Tensor,  # [V, D] embeddings
+    tokens: torch.Tensor,  # [B, T]
+    states: torch.Tensor,  # [B, T, D]
+    is_output: bool,  # whether the last norm is to be applied to the states
+    positions: torch.Tensor,  # [B, T]
+    mask: torch.Tensor,  # as `decoder_layers`
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    columns: torch.Tensor,
+    layers: Sequence[torch.Tensor],  # weights of all
+    own: Sequence[torch.Tensor],  # see below
+    size: int,
+    eps: float,
+    scale: float,
+    turn: float,
+    adds_normed: bool,
+    ends: torch.Tensor | None,  # [B]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, T, D] and logits [B, T, size] of an EAGLE-3 head; with `ends` those of the last
+    of so many positions of each row alone.
+
+    Its own weights are: norms of embeddings and of states, rotary frequencies, norm of the outputs,
+    packed output head.
+    """
+    embed_norm, state_norm, frequencies, norm, head = own
+    states = rms_norm(states, norm, eps, False) if is_output else states
+    normed = rms_norm(states, state_norm, eps, False)
+    given = torch.cat([rms_norm(table[tokens], embed_norm, eps, False), normed], dim=-1)
+    cos, sin = rotations(positions, frequencies, turn)
+    first = normed if adds_normed else states
+    outputs = decoder_layers(
+        first, cos, sin, mask, keys, values, columns, layers, eps, scale, given
+    )
+    if ends is not None:
+        outputs = at_last(outputs, ends)[:, None]
+    return outputs, linear(rms_norm(outputs, norm, eps, False), head, size, None)
 
 
 def or_none(x: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,6 @@ from drafthead.core.coupling import DRAWS, NextDraws
 from drafthead.core.dims import Spec
 from drafthead.core.drafting.drafter import at_last
 from drafthead.core.kv_cache.column_cache import (
-    CacheColumns,
     CacheView,
     Room,
     dims_of_room,
@@ -172,10 +171,8 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         else:
             mask = view.mask((steps[:, None] >= steps)[None], self.visible_columns)
         states = self.head.encode(Features(last, taps))
-        embeds = self.head.embed(tokens, self.target)
         positions = view.lengths[:, None] + steps
-        outputs = self._pass(embeds, states, positions, mask, view.opened())
-        return self._guess(at_last(outputs, counts)[:, None])
+        return self._guess(tokens, states, False, positions, mask, view, ends=counts)
 
     def _draft(
         self,
@@ -187,24 +184,23 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         count: int = DRAFT_SUPPORT,
     ) -> Guess:
         """The `count` best guesses after drafted nodes."""
-        embeds, states = self.head.draft_inputs(tokens, above, self.target)
-        return self._guess(self._pass(embeds, states, positions, mask, view.opened()), count)
+        return self._guess(tokens, above, True, positions, mask, view, count)
 
-    def _pass(
+    def _guess(
         self,
-        embeds: torch.Tensor,  # [B, T, D]
+        tokens: torch.Tensor,  # [B, T]
         states: torch.Tensor,  # [B, T, D]
+        is_drafted: bool,
         positions: torch.Tensor,  # [B or 1, T]
         mask: torch.Tensor,  # [B or 1, 1, T, S]
-        cached: CacheColumns,
-    ) -> torch.Tensor:
-        """Outputs [B, T, D]."""
-        rotation = self.head.rotary(positions)
-        return self.head.run_layers(embeds, states, rotation, mask, cached.of_layer)
-
-    def _guess(self, outputs: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guess:
-        """The `count` best guesses from outputs [B, n, D]."""
-        best, places, total = self.largest(self.head.logits(outputs, self.target), count)
+        view: CacheView,
+        count: int = DRAFT_SUPPORT,
+        ends: torch.Tensor | None = None,  # [B]
+    ) -> Guess:
+        """The `count` best guesses of a pass, see `RecurrentHead.outputs_and_logits`."""
+        read = tokens, states, is_drafted, positions, mask, view.opened(), self.target
+        outputs, logits = self.head.outputs_and_logits(*read, ends)
+        best, places, total = self.largest(logits, count)
         return Guess(outputs, best, self.head.tokens_of(places), total)
 
     def _start_growth(
@@ -316,6 +312,9 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         self.prepare(target)
         self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
         self.draft = self.compiled(self._draft, DRAFTING)
+        if not self.backend.compiles:
+            self.grow_all = self.compiled(self._grow_all, ALL_LEVELS)
+            return
         if not self.memory.is_recorded:
             self.start_growth = self.compiled(self._start_growth, STARTING)
             self.grow = self.compiled(self._grow, GROWING)

@@ -253,6 +253,39 @@ Tensor decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& 
     return out;
 }
 
+// Outputs and logits of an EAGLE-3 head, see `operations.py`.
+std::tuple<Tensor, Tensor> eagle3_pass_op(
+    const Tensor& table, const Tensor& tokens, const Tensor& states, bool is_output,
+    const Tensor& positions, const Tensor& mask, TensorList keys, TensorList values,
+    const Tensor& columns, TensorList layers, TensorList own, int64_t size, double eps,
+    double scale, double turn, bool adds_normed, const std::optional<Tensor>& ends) {
+    const Tensor named = tokens.contiguous();
+    const Tensor before = is_output ? rms_norm_op(states, own[3], eps, false) : states;
+    const Tensor normed = rms_norm_op(before, own[1], eps, false);
+    const int64_t rows = states.size(0), count = states.size(1), width = states.size(2);
+    TORCH_CHECK(table.is_contiguous());
+    Tensor given = at::empty({rows, count, 2 * width}, states.options());
+    for (int64_t i = 0; i < rows * count; ++i) {
+        const int64_t token = named.const_data_ptr<int64_t>()[i];
+        TORCH_CHECK(0 <= token && token < table.size(0));
+        BFloat16* both = written(given) + 2 * i * width;
+        rms_norm(read(table) + token * width, read(own[0]), both, width, eps, false);
+        std::copy_n(read(normed) + i * width, width, both + width);
+    }
+    const auto [cos, sin] = rotations_op(positions, own[2], turn);
+    Tensor outputs = decoder_layers_op(adds_normed ? normed : before, cos, sin, mask, keys, values,
+                                       columns, layers, eps, scale, given);
+    if (ends) {
+        Tensor last = at::empty({rows, 1, width}, outputs.options());
+        for (int64_t r = 0; r < rows; ++r) {
+            const int64_t end = r * count + ends->const_data_ptr<int64_t>()[r * ends->stride(0)] - 1;
+            std::copy_n(read(outputs) + end * width, width, written(last) + r * width);
+        }
+        outputs = last;
+    }
+    return {outputs, linear_op(rms_norm_op(outputs, own[3], eps, false), own[4], size, {})};
+}
+
 std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
     const Tensor rows = x.contiguous();
     count = std::min(count, rows.size(-1));
@@ -432,6 +465,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
     m.impl("decoder_layers", TORCH_FN(decoder_layers_op));
+    m.impl("eagle3_pass", TORCH_FN(eagle3_pass_op));
     m.impl("largest_logits", TORCH_FN(largest_op));
     m.impl("most_probable", TORCH_FN(most_probable_op));
     m.impl("open_level", TORCH_FN(open_level_op));
