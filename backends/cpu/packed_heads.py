@@ -58,8 +58,8 @@ class PackedAdding:
         cos, sin = (table.squeeze(1).to(hidden.dtype) for table in rotation)
         cached = store.cached
         states = [cached.keys[store.layer]], [cached.values[store.layer]], cached.columns
-        how = self.weights, self.eps, self.scale, read
-        made: torch.Tensor = ops.decoder_layers(hidden, cos, sin, mask, *states, *how)
+        how = self.weights, self.eps, self.scale, [0], read
+        made: torch.Tensor = ops.decoder_layers(hidden, cos, sin, mask, *states, *how)[0]
         return made
 
 

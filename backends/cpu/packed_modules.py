@@ -89,10 +89,7 @@ class PackedRotations(nn.Module):
 
 
 class PackedLayer(nn.Module):
-    """A decoder layer of Llama's kind, over a cache with room for the new tokens.
-
-    One call runs it, after layers that were left to it: see `PackedDecoder`.
-    """
+    """A decoder layer of Llama's kind, over a cache with room for the new tokens."""
 
     def __init__(self, layer: Any, in_int8: bool):
         """For a layer of which `is_llama_layer` holds."""
@@ -108,15 +105,13 @@ class PackedLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin [B, T, head]
         cache: Any = None,
         past_key_values: Any = None,  # as older versions of transformers call it
-        before: "Sequence[PackedLayer]" = (),  # that were left to this one
         **_: object,
     ) -> torch.Tensor:
-        """The layer's output [B, T, D], for the input of the first of `before`."""
-        of, layers = past_key_values if cache is None else cache, [*before, self]
-        states = of.places([layer.number for layer in layers], hidden_states.shape[1])
-        weights = [weight for layer in layers for weight in layer.weights]
-        seen = attention_mask, *states, weights, self.eps, self.scale
-        return ops.decoder_layers(hidden_states, *position_embeddings, *seen)
+        """The layer's output [B, T, D]."""
+        of = past_key_values if cache is None else cache
+        states = of.places([self.number], hidden_states.shape[1])
+        how = attention_mask, *states, self.weights, self.eps, self.scale, [0]
+        return ops.decoder_layers(hidden_states, *position_embeddings, *how)[0]
 
 
 def layer_weights(layer: Any, input_norm: torch.Tensor, in_int8: bool) -> list[torch.Tensor]:
@@ -147,15 +142,17 @@ def layer_weights(layer: Any, input_norm: torch.Tensor, in_int8: bool) -> list[t
 
 
 class PackedDecoder:
-    """The decoder of a model as Llama's, whose layers are alike but for their weights.
+    """The decoder of a model as Llama's, with layers that are alike but for their weights.
 
-    Layers between which no state is read are one call.
+    One call runs them, whichever states between them are read.
     """
 
     def __init__(self, decoder: Any):
         """For a decoder of which `is_llama_decoder` holds."""
-        self.embed, self.rotary = decoder.embed_tokens, decoder.rotary_emb
-        self.layers, self.norm = list(decoder.layers), decoder.norm
+        self.embed, self.rotary, self.norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
+        self.numbers = [layer.number for layer in decoder.layers]
+        self.weights = [weight for layer in decoder.layers for weight in layer.weights]
+        self.eps, self.scale = decoder.layers[0].eps, decoder.layers[0].scale
 
     def __call__(
         self,
@@ -166,17 +163,14 @@ class PackedDecoder:
         taps: Sequence[int],  # as in `FeatureSpec`
     ) -> Features:
         """The last states [B, T, D], and those of the taps."""
-        hidden = self.embed(input_ids)
-        rotation = self.rotary(hidden, position_ids)
-        states, waiting = {-1: hidden}, []
-        for number, layer in enumerate(self.layers):
-            if number in taps or layer is self.layers[-1]:
-                hidden = states[number] = layer(hidden, mask, rotation, cache, before=waiting)
-                waiting = []
-            else:
-                waiting.append(layer)
-        last = states[len(self.layers)] = self.norm(hidden)
-        return Features(last, tuple(states[tap] for tap in taps))
+        hidden, count = self.embed(input_ids), len(self.numbers)
+        kept = sorted({*taps, count - 1} - {-1, count})
+        states = cache.places(self.numbers, input_ids.shape[1])
+        how = mask, *states, self.weights, self.eps, self.scale, kept
+        made = ops.decoder_layers(hidden, *self.rotary(hidden, position_ids), *how)
+        last = self.norm(made[-1])
+        by_number = {-1: hidden, **dict(zip(kept, made, strict=True)), count: last}
+        return Features(last, tuple(by_number[tap] for tap in taps))
 
 
 def packed_attention(

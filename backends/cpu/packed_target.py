@@ -102,6 +102,8 @@ class PackedTarget(Target):
         self.output_head = self.called.get_output_embeddings()
         self.functions.clear()
         self.is_hooked = False
+        for known in ("same_bits", "embedding"):
+            self.__dict__.pop(known, None)
 
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other.
@@ -110,7 +112,6 @@ class PackedTarget(Target):
         """
         if state_of(self.model) != self.state:
             self.pack()
-            self.__dict__.pop("same_bits", None)
         self.is_hooked = has_hooks(self.model)
         if self.is_hooked:
             tell_of_torch(type(self.model).__name__, HOOKED)
@@ -120,6 +121,11 @@ class PackedTarget(Target):
     def one_token(self) -> TreeCache:
         """As `Target.one_token`."""
         return self.plain.one_token
+
+    @cached_property
+    def embedding(self) -> nn.Module:
+        """As `Target.embedding`."""
+        return super().embedding
 
     def _plain_output_head(self) -> nn.Linear | None:
         """As `Target._plain_output_head`, of the model's own."""

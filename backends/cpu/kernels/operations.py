@@ -172,9 +172,8 @@ def rotations(
 
 @operation(
     "decoder_layers(Tensor hidden, Tensor cos, Tensor sin, Tensor mask, Tensor[] keys, "
-    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale, "
-    "Tensor? given=None) -> Tensor",
-    lambda hidden, *_: torch.empty_like(hidden, memory_format=torch.contiguous_format),
+    "Tensor[] values, Tensor columns, Tensor[] weights, float eps, float scale, int[] kept, "
+    "Tensor? given=None) -> Tensor[]"
 )
 def decoder_layers(
     hidden: torch.Tensor,  # [B, T, D]
@@ -187,16 +186,20 @@ def decoder_layers(
     weights: Sequence[torch.Tensor],  # `LAYER_WEIGHTS` of each layer
     eps: float,
     scale: float,
+    kept: Sequence[int],  # which layers' outputs are returned, in ascending order
     given: torch.Tensor | None = None,  # [B, T, K]
-) -> torch.Tensor:
-    """The output [B, T, D] of layers as Llama's that follow each other, with keys and values
-    written. The attention of the first reads what is `given`, by default the norm of its input.
+) -> list[torch.Tensor]:
+    """Outputs [B, T, D] of layers as Llama's that follow each other, with keys and values written.
+
+    The attention of the first reads what is `given`, by default the norm of its input.
     """
+    states = []
     for number, (key, value) in enumerate(zip(keys, values, strict=True)):
         own = weights[number * LAYER_WEIGHTS : (number + 1) * LAYER_WEIGHTS]
         read = None if number else given
         hidden = decoder_layer(hidden, cos, sin, mask, key, value, columns, own, eps, scale, read)
-    return hidden
+        states += [hidden] if number in kept else []
+    return states
 
 
 def decoder_layer(
@@ -275,9 +278,8 @@ def eagle3_pass(
     given = torch.cat([rms_norm(table[tokens], embed_norm, eps, False), normed], dim=-1)
     cos, sin = rotations(positions, frequencies, turn)
     first = normed if adds_normed else states
-    outputs = decoder_layers(
-        first, cos, sin, mask, keys, values, columns, layers, eps, scale, given
-    )
+    how = columns, layers, eps, scale, [len(keys) - 1]
+    [outputs] = decoder_layers(first, cos, sin, mask, keys, values, *how, given)
     if ends is not None:
         outputs = at_last(outputs, ends)[:, None]
     return outputs, linear(rms_norm(outputs, norm, eps, False), head, size, None)

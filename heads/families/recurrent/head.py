@@ -129,7 +129,7 @@ class RecurrentHead(HeadByDepth):
         many positions of each row alone, T = 1.
         """
         if self.in_one_call is not None:
-            table = self.embed_tokens or target.model.get_input_embeddings()
+            table = self.embed_tokens or target.embedding
             if type(table) is nn.Embedding:  # no adapter or scale comes between
                 seen = positions, mask, cached, ends
                 outputs, logits = self.in_one_call(table.weight, tokens, states, is_drafted, *seen)

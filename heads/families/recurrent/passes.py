@@ -27,7 +27,6 @@ from drafthead.heads.families.head_drafter import HeadDrafter
 from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.growing.dynamic import (
     Candidates,
-    TreeGrowth,
     num_opened,
     open_level,
     with_children,
@@ -210,9 +209,9 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         draws: NextDraws | None,  # of the children of the roots
     ) -> Candidates:
         """The first candidates of a dynamic tree."""
-        growth = TreeGrowth(roots)
-        growth.add_children(*guess.best(self.width, 0, draws))
-        return growth.candidates()
+        number = torch.zeros_like(roots[:, None])
+        alone = Candidates(number.float(), roots[:, None], number - 1, number)
+        return self.with_children(alone, number, *guess.best(self.width, 0, draws))
 
     def _grow(
         self,

@@ -234,23 +234,27 @@ void run_layer(const Pass& pass, const LayerWeights& w, const BFloat16* x, const
     add(out, normed, out, rows * width);
 }
 
-// The output [B, T, D] of decoder layers that follow each other, see `operations.py`.
-Tensor decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin,
-                         const Tensor& mask, TensorList keys, TensorList values,
-                         const Tensor& columns, TensorList weights, double eps, double scale,
-                         const std::optional<Tensor>& given) {
+// The outputs [B, T, D] of some of decoder layers that follow each other, see `operations.py`.
+std::vector<Tensor> decoder_layers_op(const Tensor& hidden, const Tensor& cos, const Tensor& sin,
+                                      const Tensor& mask, TensorList keys, TensorList values,
+                                      const Tensor& columns, TensorList weights, double eps,
+                                      double scale, IntArrayRef kept,
+                                      const std::optional<Tensor>& given) {
     const Tensor first = hidden.contiguous(), seen = added(mask);
     const Tensor read_first = given ? given->contiguous() : first;
     const Pass pass{cos, sin, seen, columns, first.size(0), first.size(1), first.size(2), eps, scale};
     Tensor out = at::empty_like(first), memory = at::empty({0}, first.options());
     const BFloat16* x = read(first);
+    std::vector<Tensor> states;
     for (size_t layer = 0; layer < keys.size(); ++layer) {
+        if (states.size() && x == read(states.back())) out = at::empty_like(first);
         const LayerWeights its(weights.data() + layer * WEIGHTS);
         run_layer(pass, its, x, given && layer == 0 ? &read_first : nullptr, keys[layer],
                   values[layer], written(out), memory);
         x = read(out);
+        if (std::find(kept.begin(), kept.end(), int64_t(layer)) != kept.end()) states.push_back(out);
     }
-    return out;
+    return states;
 }
 
 // Outputs and logits of an EAGLE-3 head, see `operations.py`.
@@ -274,7 +278,8 @@ std::tuple<Tensor, Tensor> eagle3_pass_op(
     }
     const auto [cos, sin] = rotations_op(positions, own[2], turn);
     Tensor outputs = decoder_layers_op(adds_normed ? normed : before, cos, sin, mask, keys, values,
-                                       columns, layers, eps, scale, given);
+                                       columns, layers, eps, scale, {int64_t(keys.size()) - 1},
+                                       given)[0];
     if (ends) {
         Tensor last = at::empty({rows, 1, width}, outputs.options());
         for (int64_t r = 0; r < rows; ++r) {
