@@ -49,7 +49,7 @@ class SamplingConfig:
     @property
     def whole(self) -> bool:
         """Whether nothing but the temperature changes the target's distribution."""
-        return self == SamplingConfig(self.temperature)
+        return (self.top_k, self.top_p, self.min_p, self.typical_p) == (0, 1.0, 0.0, 1.0)
 
     @property
     def settings(self) -> list[float]:

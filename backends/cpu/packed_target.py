@@ -122,6 +122,11 @@ class PackedTarget(Target):
         """As `Target.one_token`."""
         return self.plain.one_token
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The only type that is packed."""
+        return torch.bfloat16
+
     @cached_property
     def embedding(self) -> nn.Module:
         """As `Target.embedding`."""

@@ -143,19 +143,6 @@ def chosen(nodes: Candidates, slots: torch.Tensor, levels: int) -> TreeTables:
     return TreeTables(*torch.ops.drafthead.best_tree(*nodes[:3], len(slots)))
 
 
-def seen_columns(
-    visible: torch.Tensor,  # [B or 1, N, M]
-    lengths: torch.Tensor,  # [B]
-    seen: torch.Tensor,  # [S], the numbers from 0
-    first: int | torch.Tensor,
-) -> torch.Tensor:
-    """`visible_columns` [B, 1, N, S] by our kernel."""
-    made: torch.Tensor = torch.ops.drafthead.visible_columns(
-        visible, lengths, len(seen), int(first)
-    )
-    return made
-
-
 def always(*_: Any, **__: Any) -> bool:
     """For all arguments."""
     return True
@@ -168,7 +155,7 @@ KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
     sampling.draw: kernel("draw"),
     sampling.largest: kernel("largest_logits"),
     move_columns: kernel("move_columns"),
-    visible_columns: seen_columns,
+    visible_columns: kernel("visible_columns"),
     dynamic.open_level: opened,
     dynamic.with_children: extended,
     dynamic.best_tree: chosen,

@@ -187,10 +187,9 @@ class CacheView(NamedTuple):
         may take the place of `visible_columns`.
         """
         room, (nodes, count) = self.room, visible.shape[1:]
-        first = room.columns[0] - (count - nodes)
         if room.kernels is not None:
-            return room.kernels.sight(visible, self.lengths, first)
-        return (made or visible_columns)(visible, self.lengths, room.seen, first)
+            return room.kernels.sight(visible, self.lengths, room.columns[0] - (count - nodes))
+        return (made or visible_columns)(visible, self.lengths, room.seen, room.columns)
 
     def opened(self) -> CacheColumns:
         """The cache to append to, of a pass with such a mask."""
@@ -253,7 +252,9 @@ class ColumnCache:
         # All nodes see all that is committed, so only the nodes' own part needs a table.
         if self.no_gaps and width == end:
             return pad(visible, (self.longest, 0), value=True)[:, None]
-        return visible_columns(visible, self.lengths, self._numbers()[:width], self.longest)
+        numbers = self._numbers()
+        columns = numbers[end - visible.shape[1] : end]
+        return visible_columns(visible, self.lengths, numbers[:width], columns)
 
     def view(self, num_nodes: int, kernels: TreeKernels | None = None) -> CacheView:
         """What a pass over N new nodes is given; makes room for them, see `room`."""
@@ -479,17 +480,18 @@ class ColumnCache:
 
 
 def visible_columns(
-    visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of N nodes sees
+    visible: torch.Tensor,  # [B or 1, N, M] bool: which of M nodes each of the last N sees
     lengths: torch.Tensor,  # [B] committed positions
     seen: torch.Tensor,  # [S] the numbers of the columns in use
-    first: int | torch.Tensor,  # column of the first of the M nodes
+    columns: torch.Tensor,  # [N] of the last N nodes, which follow the others
 ) -> torch.Tensor:
     """The mask [B, 1, N, S]: a node sees what its row has committed, and the nodes it may see.
 
     With 2 positions committed, nodes from column 3 on, and 6 columns in use, a node that sees the
     first of two nodes has the mask ``1 1 . 1 . .``.
     """
-    nodes, count = seen - first, visible.shape[-1]
+    count = visible.shape[-1]
+    nodes = seen - columns[0] + (count - visible.shape[1])
     is_node = (nodes >= 0) & (nodes < count)
     among_nodes = visible.index_select(-1, nodes.clamp(0, count - 1)) & is_node
     committed = seen < lengths[:, None]  # [B, S]

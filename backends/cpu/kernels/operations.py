@@ -362,19 +362,9 @@ def best_tree(
     return dynamic.best_tree(known, torch.arange(nodes), nodes - 1)
 
 
-@operation(
-    "visible_columns(Tensor visible, Tensor lengths, SymInt columns, SymInt first) -> Tensor"
+operation("visible_columns(Tensor visible, Tensor lengths, Tensor seen, Tensor columns) -> Tensor")(
+    visible_columns
 )
-def visible(
-    visible: torch.Tensor,  # [B or 1, N, M]
-    lengths: torch.Tensor,  # [B]
-    columns: int,
-    first: int,
-) -> torch.Tensor:
-    """`visible_columns` [B, 1, N, S] of S columns."""
-    return visible_columns(visible, lengths, torch.arange(columns), first)
-
-
 operation(
     "draw(Tensor logits, Tensor tokens, Tensor parents, Tensor keys, Tensor settings, "
     "bool filtered) -> Tensor",

@@ -408,10 +408,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> best_tree_op(
     return {named, hung, depths, ancestors, values};
 }
 
-Tensor visible_columns_op(const Tensor& visible, const Tensor& lengths, int64_t columns,
-                          int64_t first) {
+Tensor visible_columns_op(const Tensor& visible, const Tensor& lengths, const Tensor& seen,
+                          const Tensor& own) {
     const Tensor sees = visible.contiguous(), committed = lengths.contiguous();
     const int64_t rows = committed.size(0), nodes = sees.size(1), among = sees.size(2);
+    const int64_t columns = seen.numel(), first = numbers<int64_t>(own)[0] - (among - nodes);
     const int64_t shared = sees.size(0) == 1 ? 0 : nodes, end = std::min(first + among, columns);
     Tensor mask = at::empty({rows, 1, nodes, columns}, sees.options());
     for (int64_t i = 0; i < rows * nodes; ++i) {
