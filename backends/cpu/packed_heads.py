@@ -5,6 +5,8 @@ call, and so is a pass of an EAGLE-3 head. What is not known stays as it is: pro
 and rotary positions may be anywhere in a head.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from drafthead.backends.cpu.packed_modules import (
     packed,
     with_same_weights,
 )
-from drafthead.core.kv_cache.column_cache import CacheColumns, LayerColumns
+from drafthead.core.kv_cache.column_cache import LayerColumns
 from drafthead.heads.families.recurrent.eagle3 import Eagle3Head, Eagle3Layer
 from drafthead.heads.layers.decoder_layer import (
     DecoderLayer,
@@ -63,36 +65,6 @@ class PackedAdding:
         return made
 
 
-class PackedPass:
-    """`RecurrentHead.in_one_call` of an EAGLE-3 head."""
-
-    def __init__(self, head: Any):
-        """For a twin of which `is_one_call` holds."""
-        first, norm, output, rotary = head.layers[0], head.norm, head.lm_head, head.rotary
-        norms = first.input_layernorm.weight, first.hidden_norm.weight
-        own = [*norms, rotary.frequencies, norm.weight, output.packed]
-        self.feeds_norm = head.config.norm_feedback
-        layers = [weight for layer in head.layers for weight in layer.added.weights]
-        sizes = output.out_features, norm.eps, first.added.scale, rotary.scaling
-        self.how = layers, own, *sizes, first.norm_before_residual
-
-    def __call__(
-        self,
-        table: torch.Tensor,  # [V, D]
-        tokens: torch.Tensor,  # [B, T]
-        states: torch.Tensor,  # [B, T, D]
-        is_drafted: bool,
-        positions: torch.Tensor,  # [B, T]
-        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        cached: CacheColumns,
-        ends: torch.Tensor | None,  # [B]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [B, T, D] and logits [B, T, Vd]."""
-        read = table, tokens, states, is_drafted and self.feeds_norm, positions, mask
-        columns = list(cached.keys), list(cached.values), cached.columns
-        return ops.eagle3_pass(*read, *columns, *self.how, ends)
-
-
 class PackedRotary(Rotary):
     """Rotary positions by our kernel."""
 
@@ -118,12 +90,23 @@ def packed_head(head: Any, in_int8: bool = True) -> Any:
         if isinstance(part, DraftVocabulary) and (ids := part.draft_ids) is not None:
             part.tokens_of = ids.take  # type: ignore[method-assign]
         if type(part) is Eagle3Head and is_one_call(part):
-            part.in_one_call = PackedPass(part)
+            part.in_one_call = pass_of(part)
     return twin
 
 
+def pass_of(head: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`RecurrentHead.in_one_call` of a twin of which `is_one_call` holds."""
+    first, norm, output, rotary = head.layers[0], head.norm, head.lm_head, head.rotary
+    norms = first.input_layernorm.weight, first.hidden_norm.weight, norm.weight
+    layers = [weight for layer in head.layers for weight in layer.added.weights]
+    own = [*norms, rotary.frequencies, output.packed]
+    sizes = output.out_features, norm.eps, first.added.scale, rotary.scaling
+    forms = first.norm_before_residual, head.config.norm_feedback
+    return partial(ops.eagle3_pass, layers, own, *sizes, *forms)
+
+
 def is_one_call(head: Eagle3Head) -> bool:
-    """Whether all parts of a twin are those of `PackedPass`, and no window hides columns."""
+    """Whether all parts of a twin are those of `eagle3_pass`, and no window hides columns."""
     layers: list[Any] = list(head.layers)
     norms = [head.norm, layers[0].hidden_norm, *(layer.input_layernorm for layer in layers)]
     return (

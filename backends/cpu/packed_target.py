@@ -39,7 +39,7 @@ from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.column_cache import move_columns
 from drafthead.core.target.architecture import find_decoder, find_layers
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.core.target.hooks import in_this_thread
+from drafthead.core.target.hooks import hook_lock, in_this_thread
 from drafthead.core.target.logit_finish import Finish
 from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.one_width import is_alike
@@ -102,8 +102,6 @@ class PackedTarget(Target):
         self.output_head = self.called.get_output_embeddings()
         self.functions.clear()
         self.is_hooked = False
-        for known in ("same_bits", "embedding"):
-            self.__dict__.pop(known, None)
 
     def new_cache(self) -> TreeCache:
         """A cache for passes that follow each other.
@@ -112,6 +110,7 @@ class PackedTarget(Target):
         """
         if state_of(self.model) != self.state:
             self.pack()
+            self.__dict__.pop("same_bits", None)
         self.is_hooked = has_hooks(self.model)
         if self.is_hooked:
             tell_of_torch(type(self.model).__name__, HOOKED)
@@ -126,11 +125,6 @@ class PackedTarget(Target):
     def dtype(self) -> torch.dtype:
         """The only type that is packed."""
         return torch.bfloat16
-
-    @cached_property
-    def embedding(self) -> nn.Module:
-        """As `Target.embedding`."""
-        return super().embedding
 
     def _plain_output_head(self) -> nn.Linear | None:
         """As `Target._plain_output_head`, of the model's own."""
@@ -181,17 +175,15 @@ class PackedTarget(Target):
         features: FeatureSpec,
         cache: Cache | None,
     ) -> Features | None:
-        """The features of a pass that follows a cache; None where the twin's own code runs.
-
-        No hooks read them, so passes of several threads need not wait for each other.
-        """
+        """The features of a pass that follows a cache; None where the twin's own code runs."""
         if self.decoder is None or not isinstance(cache, TreeCache):
             return None
         mask, _ = self._layer_masks(attention_mask)
         are_here = all(-1 <= tap <= self.num_layers for tap in features.layers)
         if not (are_here and isinstance(mask, torch.Tensor)):
             return None
-        return self.decoder(input_ids, position_ids, mask, cache, features.layers)
+        with hook_lock(self.model):  # passes of several threads would wait for each other's threads
+            return self.decoder(input_ids, position_ids, mask, cache, features.layers)
 
     def runs_ours(self, cache: Cache | None, mask: LayerMasks) -> bool:
         """Whether a pass runs our kernels: it follows a cache that has room for it."""

@@ -398,16 +398,9 @@ class Target:
         """Input embeddings [V, D] of all tokens, to be read: they have no gradient."""
         return self.embed(torch.arange(self.vocab_size, device=self.device))
 
-    @property
-    def embedding(self) -> nn.Module:
-        """The module that looks up input embeddings."""
-        found: nn.Module = self.model.get_input_embeddings()
-        return found
-
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., D] of token ids [...]."""
-        found: torch.Tensor = self.embedding(token_ids)
-        return found
+        return self.model.get_input_embeddings()(token_ids)
 
     def project(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., V] of final hidden states [..., D], as the model itself computes them.

@@ -242,44 +242,44 @@ def decoder_layer(
 
 
 @operation(
-    "eagle3_pass(Tensor table, Tensor tokens, Tensor states, bool is_output, Tensor positions, "
-    "Tensor mask, Tensor[] keys, Tensor[] values, Tensor columns, Tensor[] layers, Tensor[] own, "
-    "SymInt size, float eps, float scale, float turn, bool adds_normed, Tensor? ends) "
-    "-> (Tensor, Tensor)"
+    "eagle3_pass(Tensor[] layers, Tensor[] own, SymInt size, float eps, float scale, float turn, "
+    "bool adds_normed, bool feeds_norm, Tensor table, Tensor tokens, Tensor states, "
+    "bool is_drafted, Tensor positions, Tensor mask, Tensor[] keys, Tensor[] values, "
+    "Tensor columns, Tensor? ends) -> (Tensor, Tensor)"
 )
 def eagle3_pass(
-    table: torch.Tensor,  # [V, D] embeddings
-    tokens: torch.Tensor,  # [B, T]
-    states: torch.Tensor,  # [B, T, D]
-    is_output: bool,  # whether the last norm is to be applied to the states
-    positions: torch.Tensor,  # [B, T]
-    mask: torch.Tensor,  # as `decoder_layers`
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    columns: torch.Tensor,
     layers: Sequence[torch.Tensor],  # weights of all
     own: Sequence[torch.Tensor],  # see below
     size: int,
     eps: float,
     scale: float,
     turn: float,
-    adds_normed: bool,
+    adds_normed: bool,  # `Eagle3Config.norm_before_residual`
+    feeds_norm: bool,  # `Eagle3Config.norm_feedback`
+    table: torch.Tensor,  # [V, D] embeddings
+    tokens: torch.Tensor,  # [B, T]
+    states: torch.Tensor,  # [B, T, D], or outputs
+    is_drafted: bool,  # whether these are outputs
+    positions: torch.Tensor,  # [B, T]
+    mask: torch.Tensor,  # from here on as `decoder_layers`
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    columns: torch.Tensor,
     ends: torch.Tensor | None,  # [B]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [B, T, D] and logits [B, T, size] of an EAGLE-3 head; with `ends` those of the last
     of so many positions of each row alone.
 
-    Its own weights are: norms of embeddings and of states, rotary frequencies, norm of the outputs,
-    packed output head.
+    Its own weights are: norms of embeddings, states and outputs, rotary frequencies, packed output
+    head.
     """
-    embed_norm, state_norm, frequencies, norm, head = own
-    states = rms_norm(states, norm, eps, False) if is_output else states
-    normed = rms_norm(states, state_norm, eps, False)
+    embed_norm, state_norm, norm, frequencies, head = own
+    before = rms_norm(states, norm, eps, False) if is_drafted and feeds_norm else states
+    normed = rms_norm(before, state_norm, eps, False)
     given = torch.cat([rms_norm(table[tokens], embed_norm, eps, False), normed], dim=-1)
     cos, sin = rotations(positions, frequencies, turn)
-    first = normed if adds_normed else states
-    how = columns, layers, eps, scale, [len(keys) - 1]
-    [outputs] = decoder_layers(first, cos, sin, mask, keys, values, *how, given)
+    cached = mask, keys, values, columns, layers, eps, scale, [len(keys) - 1]
+    [outputs] = decoder_layers(normed if adds_normed else before, cos, sin, *cached, given)
     if ends is not None:
         outputs = at_last(outputs, ends)[:, None]
     return outputs, linear(rms_norm(outputs, norm, eps, False), head, size, None)

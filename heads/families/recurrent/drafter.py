@@ -194,6 +194,9 @@ class RecurrentDrafter(RecurrentPasses):
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
         self.follow_weights()
+        if self.head.in_one_call is not None:
+            own = self.head.embed_tokens
+            self.embedding = own or self.target.model.get_input_embeddings()
         return RecurrentSession(self, rows=len(lengths))
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafthead.core.drafting.drafter import at_last
-from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.settings import Count, FromZero, settings
 from drafthead.core.target.features import Features
 from drafthead.core.target.masks import LayerKind
@@ -56,7 +54,7 @@ class RecurrentHead(HeadByDepth):
 
     layers: nn.ModuleList
     embed_tokens: nn.Embedding | None  # the head's own, if it has any
-    # `outputs_and_logits` by a kernel, but for what the target does to logits, where there is one.
+    # Outputs and logits of a pass by a kernel, of a head that runs ours; see `RecurrentPasses`.
     in_one_call: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def __init__(
@@ -113,36 +111,6 @@ class RecurrentHead(HeadByDepth):
         for index, layer in enumerate(self.layers):
             inputs = (layer(*inputs, rotation, mask, store_of(index)),)
         return inputs[0]
-
-    def outputs_and_logits(
-        self,
-        tokens: torch.Tensor,  # [B, T] after each position
-        states: torch.Tensor,  # [B, T, D]; of drafted tokens the outputs that predicted them
-        is_drafted: bool,
-        positions: torch.Tensor,  # [B or 1, T]
-        mask: torch.Tensor,  # [B or 1, 1, T, S] bool
-        cached: CacheColumns,
-        target: Target,
-        ends: torch.Tensor | None = None,  # [B]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs [B, T, D] and their logits [B, T, Vd]; with `ends` those of the last of so
-        many positions of each row alone, T = 1.
-        """
-        if self.in_one_call is not None:
-            table = self.embed_tokens or target.embedding
-            if type(table) is nn.Embedding:  # no adapter or scale comes between
-                seen = positions, mask, cached, ends
-                outputs, logits = self.in_one_call(table.weight, tokens, states, is_drafted, *seen)
-                return outputs, target.finish_logits(logits)
-        if is_drafted:
-            embeds, states = self.draft_inputs(tokens, states, target)
-        else:
-            embeds = self.embed(tokens, target)
-        rotation = self.rotary(positions)
-        outputs = self.run_layers(embeds, states, rotation, mask, cached.of_layer)
-        if ends is not None:
-            outputs = at_last(outputs, ends)[:, None]
-        return outputs, self.logits(outputs, target)
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """The states [..., D] of the next positions, from outputs [..., D]."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from drafthead.core.coupling import DRAWS, NextDraws
@@ -134,6 +135,7 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         sizes = SIZES_ON_GPU if target.device.type == "cuda" else DYNAMIC_SIZES
         super().__init__(head, target, shape, dynamic_budgets(head.depth, sizes))
         self.open_level, self.with_children = open_level, with_children
+        self.embedding: nn.Module | None = None  # of the tokens that kernels read
         self.known_visible: dict[TreeShape, list[torch.Tensor]] = {}
         self.read: Callable[..., Guess] = self.read_eagerly
         self.read_prompt = self.read
@@ -196,11 +198,25 @@ class RecurrentPasses(HeadDrafter[RecurrentHead]):
         count: int = DRAFT_SUPPORT,
         ends: torch.Tensor | None = None,  # [B]
     ) -> Guess:
-        """The `count` best guesses of a pass, see `RecurrentHead.outputs_and_logits`."""
-        read = tokens, states, is_drafted, positions, mask, view.opened(), self.target
-        outputs, logits = self.head.outputs_and_logits(*read, ends)
+        """The `count` best guesses after tokens; with `ends` [B] after the last of so many alone.
+
+        The states of drafted tokens are the outputs that predicted them.
+        """
+        head, target, table = self.head, self.target, self.embedding
+        if head.in_one_call is not None and type(table) is nn.Embedding:  # no adapter or scale
+            given = table.weight, tokens, states, is_drafted, positions, mask
+            cached = view.keys, view.values, view.room.columns
+            outputs, logits = head.in_one_call(*given, *cached, ends)
+            logits = target.finish_logits(logits)
+        else:
+            read = head.draft_inputs(tokens, states, target) if is_drafted else None
+            embeds, states = read or (head.embed(tokens, target), states)
+            rotation, store_of = head.rotary(positions), view.opened().of_layer
+            outputs = head.run_layers(embeds, states, rotation, mask, store_of)
+            outputs = outputs if ends is None else at_last(outputs, ends)[:, None]
+            logits = head.logits(outputs, target)
         best, places, total = self.largest(logits, count)
-        return Guess(outputs, best, self.head.tokens_of(places), total)
+        return Guess(outputs, best, head.tokens_of(places), total)
 
     def _start_growth(
         self,

@@ -1,12 +1,14 @@
 """Draft heads by our kernels: what torch's modules guess, from the weights as they are."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny import random_prompts
 from wide import model_of
 
 from drafthead.backends.cpu import packed_target
-from drafthead.backends.cpu.kernels import library
+from drafthead.backends.cpu.kernels import library, operations
 from drafthead.backends.cpu.packed_heads import PackedAdding, packed_head
 from drafthead.backends.cpu.packed_modules import PackedLinear
 from drafthead.backends.cpu.substitutions import replacement_of
@@ -122,3 +124,28 @@ def test_masks_are_those_of_torchs_operations() -> None:
             columns = torch.arange(first, first + 4)
             expected = visible_columns(visible, lengths, seen, columns)
             assert torch.equal(kernel(visible, lengths, seen, columns), expected)
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"num_layers": 2, "norm_before_residual": True, "norm_feedback": False}]
+)
+def test_a_pass_of_an_eagle3_head_computes_what_its_definition_says(form, wide, make_head) -> None:
+    """After true tokens and drafted ones; at all positions, and at the last of each row."""
+    torch.manual_seed(0)
+    head = packed_head(make_head("eagle3", wide, **form).to(torch.bfloat16), in_int8=False)
+    rows, tokens, size = 2, 4, head.config.hidden_size
+    heads, width, _ = head.layers[0].self_attn.cache_sizes
+    shape = len(head.layers), rows, heads, 20, width
+    keys, values = (torch.randn(shape).bfloat16() for _ in range(2))
+    mask = torch.rand(rows, 1, tokens, 12) < 0.8
+    mask[..., -1] = True
+    table, states = torch.randn(50, size).bfloat16(), torch.randn(rows, tokens, size).bfloat16()
+    read = torch.randint(50, (rows, tokens)), states
+    for is_drafted, ends in ((False, torch.tensor([4, 2])), (True, None)):
+        results = []
+        for run in (head.in_one_call, partial(operations.eagle3_pass, *head.in_one_call.args)):
+            cache = list(keys.clone()), list(values.clone()), torch.arange(8, 12)
+            seen = is_drafted, torch.arange(8).view(rows, tokens), mask, *cache
+            results.append((*run(table, *read, *seen, ends), *cache[0], *cache[1]))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=2**-5, atol=0.05)

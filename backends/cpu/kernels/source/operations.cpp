@@ -259,12 +259,13 @@ std::vector<Tensor> decoder_layers_op(const Tensor& hidden, const Tensor& cos, c
 
 // Outputs and logits of an EAGLE-3 head, see `operations.py`.
 std::tuple<Tensor, Tensor> eagle3_pass_op(
-    const Tensor& table, const Tensor& tokens, const Tensor& states, bool is_output,
-    const Tensor& positions, const Tensor& mask, TensorList keys, TensorList values,
-    const Tensor& columns, TensorList layers, TensorList own, int64_t size, double eps,
-    double scale, double turn, bool adds_normed, const std::optional<Tensor>& ends) {
+    TensorList layers, TensorList own, int64_t size, double eps, double scale, double turn,
+    bool adds_normed, bool feeds_norm, const Tensor& table, const Tensor& tokens,
+    const Tensor& states, bool is_drafted, const Tensor& positions, const Tensor& mask,
+    TensorList keys, TensorList values, const Tensor& columns, const std::optional<Tensor>& ends) {
     const Tensor named = tokens.contiguous();
-    const Tensor before = is_output ? rms_norm_op(states, own[3], eps, false) : states;
+    const Tensor before =
+        is_drafted && feeds_norm ? rms_norm_op(states, own[2], eps, false) : states;
     const Tensor normed = rms_norm_op(before, own[1], eps, false);
     const int64_t rows = states.size(0), count = states.size(1), width = states.size(2);
     TORCH_CHECK(table.is_contiguous());
@@ -276,7 +277,7 @@ std::tuple<Tensor, Tensor> eagle3_pass_op(
         rms_norm(read(table) + token * width, read(own[0]), both, width, eps, false);
         std::copy_n(read(normed) + i * width, width, both + width);
     }
-    const auto [cos, sin] = rotations_op(positions, own[2], turn);
+    const auto [cos, sin] = rotations_op(positions, own[3], turn);
     Tensor outputs = decoder_layers_op(adds_normed ? normed : before, cos, sin, mask, keys, values,
                                        columns, layers, eps, scale, {int64_t(keys.size()) - 1},
                                        given)[0];
@@ -288,7 +289,7 @@ std::tuple<Tensor, Tensor> eagle3_pass_op(
         }
         outputs = last;
     }
-    return {outputs, linear_op(rms_norm_op(outputs, own[3], eps, false), own[4], size, {})};
+    return {outputs, linear_op(rms_norm_op(outputs, own[2], eps, false), own[4], size, {})};
 }
 
 std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
@@ -317,16 +318,10 @@ std::tuple<Tensor, Tensor, Tensor> largest_op(const Tensor& x, int64_t count) {
 Tensor most_probable_op(const Tensor& logits) {
     const Tensor rows = logits.contiguous();
     Tensor out = at::empty(logits.sizes().slice(0, logits.dim() - 1), logits.options().dtype(at::kLong));
-    auto find = [&](const auto* x) {
-        #pragma omp parallel for num_threads(threads()) if (rows.numel() > 8 * SHARED)
-        for (int64_t r = 0; r < out.numel(); ++r) {
-            out.mutable_data_ptr<int64_t>()[r] = most_probable(x + r * rows.size(-1), rows.size(-1));
-        }
-    };
-    if (rows.scalar_type() == at::kFloat) {
-        find(rows.const_data_ptr<float>());
-    } else {
-        find(read(rows));
+    const int64_t size = rows.size(-1);
+    #pragma omp parallel for num_threads(threads()) if (rows.numel() > 8 * SHARED)
+    for (int64_t r = 0; r < out.numel(); ++r) {
+        out.mutable_data_ptr<int64_t>()[r] = most_probable(read(rows) + r * size, size);
     }
     return out;
 }

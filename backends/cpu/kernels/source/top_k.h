@@ -62,8 +62,7 @@ void largest(const number_t* x, int64_t rows, int64_t size, float* values, int64
 }
 
 // The first of the largest of x [size]; -1, which is NO_TOKEN, if that is NaN or -infinity.
-template <typename number_t>
-int64_t most_probable(const number_t* x, int64_t size) {
+inline int64_t most_probable(const at::BFloat16* x, int64_t size) {
     using Vec = at::vec::Vectorized<float>;
     constexpr int64_t PART = 64 * LANES;
     float most = -std::numeric_limits<float>::infinity();

@@ -28,11 +28,10 @@ def test_places_differ_even_where_most_numbers_are_minus_infinity() -> None:
     assert torch.ops.drafthead.largest_logits(x, 4)[1].flatten().tolist() == [33, 0, 1, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 16, 1029, 49152])
-def test_the_most_probable_is_the_first_of_the_largest(size, dtype) -> None:
+def test_the_most_probable_is_the_first_of_the_largest(size) -> None:
     torch.manual_seed(size)
-    x = torch.randn(3, 4, size).bfloat16().to(dtype)  # rounded, so that many are equal
+    x = torch.randn(3, 4, size).bfloat16()  # so few digits that many are equal
     x[0, 0], x[0, 1] = -torch.inf, -7.0
     x[0, 2, size // 2], x[0, 3, -1], x[1, 0, size // 2 :] = torch.nan, torch.inf, x[1, 0].max()
     expected = x.float().argmax(-1)
