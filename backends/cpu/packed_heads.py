@@ -88,7 +88,7 @@ def packed_head(head: Any, in_int8: bool = True) -> Any:
             parent._modules[name] = made
     for part in twin.modules():
         if isinstance(part, DraftVocabulary) and (ids := part.draft_ids) is not None:
-            part.tokens_of = ids.take  # type: ignore[method-assign]
+            part.tokens_of = ids.take  # type: ignore[assignment, method-assign]
         if type(part) is Eagle3Head and is_one_call(part):
             part.in_one_call = pass_of(part)
     return twin

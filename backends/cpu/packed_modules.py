@@ -222,7 +222,7 @@ def with_same_weights(module: nn.Module) -> Any:
     return copy.deepcopy(module, shared).eval()
 
 
-def is_llama_decoder(decoder: nn.Module) -> bool:
+def is_llama_decoder(decoder: Any) -> bool:
     """Whether a decoder computes what Llama's does, of layers of ours that see the same columns."""
     kind, layers = type(decoder), list(getattr(decoder, "layers", ()))
     return (
