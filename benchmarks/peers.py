@@ -1,9 +1,9 @@
 """Other engines beside ours: `python benchmarks/peers.py --target MODEL --prompts FILE`.
 
 Each contestant of `peers.yaml` is a process of its own, in an environment of its own. All get the
-same token ids and take turns, batch by batch, in random order; a batch counts from its prompt to
-its last token, and of each answer the tokens up to its end. Speeds are medians over rounds, and
-speedups medians of the ratios within a round.
+same token ids and take turns, batch by batch, in random order, while the others are stopped; a
+batch counts from its prompt to its last token, and of each answer the tokens up to its end. Speeds
+are medians over rounds, and speedups medians of the ratios within a round.
 """
 
 import json
@@ -58,13 +58,17 @@ class Peer:
         """Until the models are loaded."""
         ready = self._line()
         self.version, self.largest_batch = ready["version"], ready["largest_batch"]
+        self._signal(signal.SIGSTOP)
 
     def answer(self, job: Job) -> dict[str, Any]:
         """The answers to a job and the seconds that they took."""
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps(asdict(job)) + "\n")
         self.process.stdin.flush()
-        return self._line()
+        reply = self._line()
+        self._signal(signal.SIGSTOP)  # vLLM's processes spin for a second, in the next one's time
+        return reply
 
     def _line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -75,9 +79,12 @@ class Peer:
 
     def stop(self) -> None:
         """End the process, and those that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
 @dataclass(frozen=True)

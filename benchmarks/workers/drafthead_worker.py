@@ -1,4 +1,4 @@
-"""drafthead: plain, with a head, a draft model or lookup; compiled without --eager."""
+"""drafthead with its defaults, plain or with drafts by name."""
 
 import argparse
 from importlib.metadata import version
@@ -12,22 +12,10 @@ def main() -> None:
     """Load the models and answer jobs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--head")
-    parser.add_argument("--draft-model")
-    parser.add_argument("--lookup", action="store_true")
-    parser.add_argument("--ngrams")
+    parser.add_argument("--draft", action="append", default=[], help="Repeatable: head, lookup, ...")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
-    kinds = {"head": options.head, "model": options.draft_model, "ngrams": options.ngrams}
-    draft = [f"{kind}:{name}" for kind, name in kinds.items() if name is not None]
-    draft += ["lookup"] if options.lookup else []
-    decoder = Decoder.from_pretrained(
-        options.target,
-        draft,
-        dtype=options.dtype,
-        compile=not options.eager,
-    )
+    decoder = Decoder.from_pretrained(options.target, options.draft, dtype=options.dtype)
 
     warm: set[tuple[int, float]] = set()
 

@@ -6,7 +6,7 @@ Peers run in environments of their own, so this file needs nothing but Python.
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -43,7 +43,7 @@ def work(answer: Answer, version: str, largest_batch: int = 2**20) -> None:
         say({"answers": [list(map(int, each)) for each in answers], "seconds": seconds})
 
 
-def until_end(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
     """The tokens up to the first end token, which is included; tokens 5 7 0 0 with end 7: 5 7."""
     for place, token in enumerate(tokens):
         if token in ends:
