@@ -12,7 +12,7 @@ def main() -> None:
     """Load the models and answer jobs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", action="append", default=[], help="Repeatable: head, lookup, ...")
+    parser.add_argument("--draft", action="append", default=[], help="Repeatable")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     decoder = Decoder.from_pretrained(options.target, options.draft, dtype=options.dtype)
