@@ -43,7 +43,7 @@ def ours(target: str, dtype: str) -> tuple[Logits, Answers]:
 
 
 def llama_cpp(file: str, ends: Collection[int]) -> tuple[Logits, Answers]:
-    """Those of a GGUF file in llama.cpp, of `pip install llama-cpp-python`."""
+    """The logits and the greedy answers of a GGUF file in llama.cpp (llama-cpp-python)."""
     from llama_cpp import Llama
 
     model = Llama(file, n_ctx=2 * ROW, logits_all=True, verbose=False)
