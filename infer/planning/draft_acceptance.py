@@ -16,6 +16,7 @@ MEMORY = 128  # drafted steps after which an observation keeps 1/e of its weight
 # average out luck, short enough to follow a change of subject
 PRIOR_STEPS = 32  # as which the acceptance measured in training counts, so that the first few steps
 # do not decide alone
+LEAST_LIKELY, MOST_CERTAIN = 1e-6, 0.98  # shares beyond these say no more of other sizes
 BINS = 16  # equal parts of [0, 1] in which guesses are judged apart
 FIRST_WEIGHT = 16.0  # guesses as which the first belief counts, in each bin: that guesses are true
 
@@ -42,11 +43,13 @@ class Acceptance:
         grows = all((size.nodes - 1) % size.depth == 0 for size in levels)
         # Drafters that grow level by level guess chains and trees by other means.
         self.kinds = np.array([int(grows and is_tree(size)) for size in sizes])  # [S]
-        self.expected = np.zeros((2, depths))  # by kind: drafts that were to reach each depth
+        self.drafted = np.zeros((2, depths))  # by kind: drafts that might have reached each depth
+        self.expected = self.drafted.copy()  # how many were to
         deepest = {self.kinds[self.places[size]]: size for size in sorted(drafts, key=by_depth)}
         for kind, size in deepest.items():
+            self.drafted[kind, : len(size.chances)] = PRIOR_STEPS
             self.expected[kind, : len(size.chances)] = PRIOR_STEPS * np.array(size.chances)
-        self.observed = self.expected.copy()  # and those that did
+        self.observed = self.expected.copy()  # how many did
         by_slope: dict[int, list[Size]] = {}
         for size in sorted(levels) if grows else ():
             by_slope.setdefault((size.nodes - 1) // size.depth, []).append(size)
@@ -69,18 +72,21 @@ class Acceptance:
     def reached(self) -> Table:
         """How often steps of each size are accepted to depth 1, 2, ... [S, D].
 
-        Each chance is scaled by observed / expected so far. Where 10 drafts of 20 were expected to
-        be accepted and 5 were, 0.6 becomes 0.3.
+        Each chance is raised to the power log(observed) / log(expected) of the shares so far. Where
+        10 drafts of 20 were expected to be accepted and 5 were, 0.5 becomes 0.25 and 0.8 becomes
+        0.64: on a text that is harder than those of the training, small trees lose more than large
+        ones, because what the draft holds likely is more often wrong, and lower guesses right.
         """
-        hoped = np.where(self.expected > 0, self.expected, 1)
-        scales = np.where(self.expected > 0, self.observed / hoped, 0)
+        counts = np.where(self.drafted > 0, self.drafted, 1)
+        powers = log_share(self.observed / counts) / log_share(self.expected / counts)
         drafted = np.ones_like(self.chances)
         for number, ladder in enumerate(self.ladders):
             # What is deeper than a size has levels is there where the last one is.
             last = np.minimum(np.arange(drafted.shape[1]), np.arange(len(ladder))[:, None])
             drafted[[self.places[size] for size in ladder]] = self._going(number)[last]
-        # No depth is reached more often than the one before it, and none more often than always.
-        found = np.minimum(self.chances * scales[self.kinds], 1) * drafted
+        chances = np.minimum(self.chances, MOST_CERTAIN) ** powers[self.kinds]
+        # No depth is reached more often than the one before it.
+        found = np.where(self.chances > 0, chances, 0) * drafted
         return np.minimum.accumulate(found, axis=-1)
 
     def seconds(self, seconds: Table) -> Table:
@@ -117,13 +123,19 @@ class Acceptance:
         chances, kind = self.chances[self.places[made]], self.kinds[self.places[made]]
         depths = 0 if made is None else len(made.chances)
         reached = share_that_reached(accept_lengths, depths)
+        self.drafted[kind, :depths] = keep * self.drafted[kind, :depths] + 1
         self.expected[kind, :depths] = keep * self.expected[kind, :depths] + chances[:depths]
         self.observed[kind, :depths] = keep * self.observed[kind, :depths] + reached
 
     def age(self) -> None:
         """Halve the weight of all acceptance observed so far."""
-        self.expected /= 2
-        self.observed /= 2
+        for sums in (self.drafted, self.expected, self.observed):
+            sums /= 2
+
+
+def log_share(shares: Table) -> Table:
+    """Logarithms of shares [...] in [0, 1], none of them 0 or infinite."""
+    return np.asarray(np.log(np.clip(shares, LEAST_LIKELY, MOST_CERTAIN)))
 
 
 def by_depth(size: Budget) -> tuple[int, int]:

@@ -139,7 +139,7 @@ def test_a_drafter_that_is_always_wrong_costs_at_most_three_percent(node, is_tim
     assert Text(plan, took).decode(512, alpha=0.0) > 0.97
 
 
-@pytest.mark.parametrize(("rows", "least"), [(4, 0.95), (16, 0.96)])
+@pytest.mark.parametrize(("rows", "least"), [(4, 0.94), (16, 0.96)])
 @pytest.mark.parametrize("node", [0.05, 0.2, 0.6])
 def test_a_batch_of_short_answers_loses_little_to_it(node, rows, least) -> None:
     """A step that is lost is lost in every row, and there are few steps before all have ended."""
@@ -384,8 +384,7 @@ def test_the_better_of_free_drafts_and_others_is_used(lookup, head) -> None:
 def test_drafts_that_become_good_are_used_again() -> None:
     took = seconds(0.02)
     text = Text(timed_plan(took, CHANCES), took)
-    text.decode(300, alpha=0.0)
-    assert text.plan.best() is None
+    assert text.decode(300, alpha=0.0) > 0.9
     text.decode(300, alpha=0.9)
     assert text.decode(600, alpha=0.9) > 1.5
 
@@ -538,7 +537,19 @@ def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
     assert acceptance.tokens() == pytest.approx([1, 1.5, 1.9, 1])
     for _ in range(10_000):
         acceptance.add(large, large, [2, 1])  # depth 1 in one row of two, depth 2 never
-    assert acceptance.tokens() == pytest.approx([1, 1 + 0.5 * 5 / 6, 1.5, 1])
+    power = math.log(0.5) / math.log(0.6)
+    assert acceptance.tokens() == pytest.approx([1, 1 + 0.5**power, 1.5, 1], abs=1e-5)
+
+
+def test_on_a_harder_text_large_trees_lose_less_than_small_ones() -> None:
+    """SmolLM2's EAGLE-3 head on 24 prompts: trees of 4 nodes reached depth 2 in 0.348 of the steps
+    and were to in 0.514; those of 16 nodes and three levels in 0.527, and were to in 0.677.
+    """
+    small, large = Budget(4, 2, chances=(0.797, 0.514)), Budget(16, 3, chances=(0.852, 0.677, 0.5))
+    acceptance = Acceptance([None, small, large])
+    for _ in range(1000):
+        acceptance.add(small, small, [3] * 348 + [2] * 324 + [1] * 328)
+    assert acceptance.reached()[2][1] == pytest.approx(0.527, abs=0.02)
 
 
 def test_guesses_become_what_guesses_of_their_size_came_true_at() -> None:
