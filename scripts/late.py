@@ -56,7 +56,7 @@ LATE = {
     "drafthead.heads.families.head_drafter": {"HeadDrafter", "drafter_for"},
     "drafthead.heads.families.late_reader": {"Unread"},
     "drafthead.heads.families.recurrent": set(),
-    "drafthead.heads.families.recurrent.eagle3": {"Eagle3Layer"},
+    "drafthead.heads.families.recurrent.eagle3": {"Eagle3Head", "Eagle3Layer"},
     "drafthead.heads.families.recurrent.head": {"RecurrentHead"},
     "drafthead.heads.formats": {"load_head", "recognised"},
     "drafthead.heads.formats.checkpoint": {"local_copy", "may_be_hub_id"},

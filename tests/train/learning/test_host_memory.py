@@ -42,12 +42,12 @@ def faults() -> int:
 def test_large_blocks_are_kept_between_steps() -> None:
     if HostMemory(CPU).trim is None:
         pytest.skip("this C library has no mallopt")
-    for _ in range(2):  # the second goes where there is room for both
+    cleared = []
+    for _ in range(8):
+        before = faults()
         torch.ones(2**24).add_(1)  # 64 MiB
-    before = faults()
-    for _ in range(4):
-        torch.ones(2**24).add_(1)
-    assert faults() - before < 2**26 / PAGE / 4, "of 65,536 pages"
+        cleared.append(faults() - before)
+    assert sorted(cleared)[4] < 2**26 / PAGE / 16, "some of the first are new, none of the later"
 
 
 def test_the_cache_of_kernels_is_limited_unless_the_user_has_set_its_size(monkeypatch) -> None:
