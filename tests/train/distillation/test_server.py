@@ -197,8 +197,9 @@ def test_a_server_that_stays_busy_ends_the_run_and_the_next_run_goes_on(
     completions.failures = [200] * 3 + [503] * 60
     with pytest.raises(UserError, match=r"busy \(503: planted 503\): run the same command"):
         from_server(completions, output)
-    kept = len(rows_by_id(output))
-    assert 1 <= kept <= 3
+    # None where the machine is so busy that the first answers came too late and were asked again.
+    kept = len(rows_by_id(output)) if output.exists() else 0
+    assert kept <= 3
     completions.failures = []
     report = from_server(completions, output)
     assert (report.already_done, report.written) == (kept, 7 - kept)
