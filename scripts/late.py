@@ -57,7 +57,6 @@ LATE = {
     "drafthead.heads.families.late_reader": {"Unread"},
     "drafthead.heads.families.recurrent": set(),
     "drafthead.heads.families.recurrent.eagle3": {"Eagle3Head", "Eagle3Layer"},
-    "drafthead.heads.families.recurrent.head": {"RecurrentHead"},
     "drafthead.heads.formats": {"load_head", "recognised"},
     "drafthead.heads.formats.checkpoint": {"local_copy", "may_be_hub_id"},
     "drafthead.heads.formats.files": {"read_json"},

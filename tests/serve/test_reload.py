@@ -70,7 +70,10 @@ def test_drafts_change_under_load_and_no_answer_is_lost(tmp_path: Path) -> None:
         assert names == [["head", "lookup"], [], ["head"], ["lookup"], ["head", "answers"]]
         assert [ask(number) for number in range(4)] == expected[:4]
         body = {"prompt": texts[0], "temperature": 0, "max_tokens": 40, "draft": ["head"]}
-        assert client.post(COMPLETIONS, json=body).json()["choices"][0]["text"] == expected[0]
+        answers = [client.post(COMPLETIONS, json=body).json() for _ in range(4)]
+        assert {answer["choices"][0]["text"] for answer in answers} == {expected[0]}
+        # A draft that loses time is left out, though not of all answers.
+        assert any("metrics" in answer for answer in answers)
         refused = client.post(DRAFTS, json={"draft": [str(tmp_path / "nothing")]})
         assert refused.status_code == 400
         assert client.post(DRAFTS, json={"draft": "lookup"}, headers=dict(KEY)).status_code == 200
