@@ -1,1 +1,1 @@
-"""drafthead.backends: compiled code for processors, recordings and kernels for CUDA devices."""
+"""drafthead.backends: kernels for processors, recordings and kernels for CUDA devices."""

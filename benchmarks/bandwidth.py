@@ -13,9 +13,11 @@ from torch import nn
 
 from drafthead.backends.cpu.packed_target import PackedTarget
 from drafthead.core.target.architecture import find_decoder
+from drafthead.core.target.block_modules import BlockEmbedding
 from drafthead.core.target.int8 import Int8Linear
 from drafthead.core.target.target import Target
-from drafthead.infer.machine import free_memory
+from drafthead.core.target.weight_state import weights_of
+from drafthead.infer.timing.machine import free_memory
 
 # The copied buffer must not fit into a cache: the largest hold some hundred megabytes.
 BUFFER = 2**30  # bytes, but at most 1 / MOST_OF_MEMORY of the free memory
@@ -57,23 +59,21 @@ def weight_bytes(target: Target, tokens: int) -> int:
     """Bytes of weights that a pass over `tokens` tokens reads, each weight once.
 
     Counts the parameters and buffers of the decoder and the output head as they are stored, or as
-    bytes where compiled passes read these. A table
+    bytes where our kernels read these. A table
     that is only looked up (positions, embeddings that the output head does not share) counts with
     one row per token. All experts of a mixture count, though a pass reads only those to which its
     tokens are sent. The key-value cache does not count.
     """
     decoder: nn.Module = find_decoder(target.model)
     output_head: nn.Module = target.model.get_output_embeddings()
-    head = {id(weight) for weight in output_head.parameters()}
+    head = {id(weight) for _, weight in weights_of(output_head)}
     looked_up = {
         id(module.weight)
         for module in decoder.modules()
-        if isinstance(module, nn.Embedding) and id(module.weight) not in head
+        if isinstance(module, nn.Embedding | BlockEmbedding) and id(module.weight) not in head
     }
     weights = {
-        id(weight): weight
-        for module in (decoder, output_head)
-        for weight in (*module.parameters(), *module.buffers())
+        id(weight): weight for module in (decoder, output_head) for _, weight in weights_of(module)
     }
     modules = [*decoder.modules(), output_head]
     products = {id(module.weight) for module in modules if isinstance(module, Int8Linear)}

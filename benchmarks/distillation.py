@@ -1,6 +1,6 @@
 """Measures distillation: `python benchmarks/distillation.py --target MODEL --prompts FILE`.
 
-The answers to the same prompts by `Decoder.serve`, compiled, and by transformers' `generate` in
+The answers to the same prompts by `Decoder.serve` and by transformers' `generate` in
 batches of as many rows, in alternating rounds. Both take the prompts sorted by length and answer
 greedily; tokens count up to each answer's end.
 """
@@ -66,7 +66,7 @@ def main(
     conversations = read_conversations(prompts, limit=limit)
     ids = [encode_one(each.messages[:1], loaded.tokenizer) for each in conversations]
     ids.sort(key=len, reverse=True)
-    decoder = decoder_for(loaded, None, None, compile=True)
+    decoder = decoder_for(loaded, None, None, compile=None)
     ways = {
         "serve": lambda: served(decoder, ids, tokens, rows),
         "generate": lambda: generated(loaded.model, ids, tokens, rows),

@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from drafthead.core.coupling import Choice
 from drafthead.core.sampling import Sampling
-from drafthead.core.trees.guesses import GuessTree
-from drafthead.core.trees.recipe import known
+from drafthead.core.trees.guesses import GuessTree, known
 from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.infer import Decoder

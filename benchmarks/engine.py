@@ -1,6 +1,6 @@
 """Measures how much of tau becomes speed: `python benchmarks/engine.py`.
 
-On the demo target and on a random Llama of 91M parameters, compiled: planned trees of drafters that
+On the demo target and on a random Llama of 91M parameters: planned trees of drafters that
 know the answer and are right with a given probability at each depth, raced against plain decoding.
 """
 
@@ -23,6 +23,7 @@ from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.loading import device_named
 from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
+from drafthead.infer.loading.loaded import prepared_target
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.race import PLAIN, in_batches, prepare, race
@@ -58,18 +59,18 @@ def measured(
     target: Target, prompts: Sequence[list[int]], rows: int, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """Scripted drafters against plain decoding of batches of `rows` prompts."""
-    compiled = target.compiled()
-    plain = endless(compiled)
+    target = prepared_target(target, None)
+    plain = endless(target)
     known = {
         tuple(prompt): plain.generate([prompt], max_new_tokens=LONG + 16).sequences[0]
         for prompt in tqdm(prompts, desc="answers")
     }
     report = {}
     for alpha in ALPHAS:
-        drafter = ScriptedByPrompt(known, alpha, compiled.vocab_size)
+        drafter = ScriptedByPrompt(known, alpha, target.vocab_size)
         ways = [
             Ours(PLAIN, "none", GREEDY, plain),
-            Ours("scripted", "scripted", GREEDY, endless(compiled, drafter)),
+            Ours("scripted", "scripted", GREEDY, endless(target, drafter)),
         ]
         batches, most = in_batches(prompts, rows), tokens if alpha else LONG
         for way in ways:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -30,8 +30,8 @@ from random_models import SHAPES, random_head, random_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from drafthead.backends.cuda import compiled_layers
-from drafthead.backends.cuda.recordings import Recording, Recordings
-from drafthead.core.backend import backend_for
+from drafthead.backends.cuda.backend import RecordingBackend
+from drafthead.backends.cuda.recorded import Recording
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, OnDevice
 from drafthead.core.sampling import RowSampling, SamplingConfig, draw
 from drafthead.core.storage.files import write_text
@@ -43,8 +43,8 @@ from drafthead.core.trees.tree import PADDING, UNMEASURED_ALPHA, Budget, TokenTr
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.infer import Decoder
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.request.prompts import encode
+from drafthead.infer.timing.machine import describe_machine, describe_versions
 from drafthead.lab.building.folder import RECORD
 from drafthead.train.data.conversations import read_conversations
 
@@ -266,8 +266,8 @@ def drawing(bench: Bench, vocab: int, rows: int, law: SamplingConfig) -> dict[st
     logits = 3 * torch.randn(rows, 1, vocab, device=bench.device).bfloat16()
     keys = torch.arange(rows, device=bench.device)[:, None]
     settings = RowSampling((law,) * rows).settings(bench.device)
-    given = logits, keys, keys, keys, settings, True
-    backend = backend_for(bench.device, torch.bfloat16)
+    given = logits, keys, settings, True
+    backend = RecordingBackend(bench.device, fuses=True)
     ways = {"sorted": backend.fused(draw), "ours": backend.fused(backend.replacement_of(draw))}
     ways = ways if bench.device.type == "cuda" else {"sorted": draw}
     found: dict[str, Any] = {
@@ -423,8 +423,7 @@ def over_trees(bench: Bench, decoder: Decoder, nodes: int) -> Decoder:
     """The decoder with trees of so many nodes at each step, and no planner."""
     nodes = bench.size(nodes, 8)
     assert decoder.drafter is not None
-    decoder.plans, depth = None, decoder.drafter.budgets[-1].depth
-    decoder.budget = Budget(nodes, min(depth, nodes - 1))
+    decoder.plans, decoder.budget = None, decoder.drafter.budgets[-1].of_nodes(nodes)
     return decoder
 
 
@@ -514,9 +513,7 @@ def graphs(decoder: Decoder, running: Iterator[Any]) -> dict[str, dict[str, Any]
     names = {
         id(recording): getattr(each.function, "__qualname__", "function")
         for each in made
-        for graph in chain.from_iterable(each.graphs.values())
-        if isinstance(graph, Recordings)
-        for recording in graph.recordings.values()
+        for recording in each.recordings.values()
     }
     return {
         f"{names.get(key, '?')} {[list(place.shape) for place in recording.places[:2]]}": replayed(
@@ -851,9 +848,10 @@ PHASES: dict[str, Callable[[Bench], None]] = {
 def record_by_stand_ins() -> None:
     """Let passes be recorded without a GPU: a repetition calls the function again.
 
-    Kernels for CPUs stay away, as passes that run them are not recorded.
+    Kernels for CPUs stay away.
     """
     mock.patch("drafthead.backends.cpu.kernels.library.kernel_set", lambda: None).start()
+    mock.patch("drafthead.infer.loading.loaded.is_recorded_on", lambda device: True).start()
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     import pytest
     from rehearsal import rehearse

@@ -81,7 +81,7 @@ class BoardTraining:
 
 @dataclass(frozen=True)
 class BoardRace:
-    """Options of `drafthead compare`; there is a race for each engine and each size of trees."""
+    """Options of `drafthead compare`; there is a race for each size of trees."""
 
     prompts: str
     draft_model: str | None = None
@@ -89,7 +89,6 @@ class BoardRace:
     limit: int = 20  # prompts
     max_new_tokens: int = 128
     rounds: int = 3
-    engines: tuple[Literal["eager", "compiled"], ...] = ("compiled",)
     tree_nodes: tuple[int | Literal["planned"], ...] = ("planned",)  # the root included
     seed: int = 0
 
@@ -124,23 +123,21 @@ class Board:
     entries: tuple[Entry, ...]
 
     def races(self) -> dict[str, list[str]]:
-        """Name of each race (`compiled-planned`) -> the words of its `drafthead compare`."""
+        """Name of each race (`race-planned`) -> the words of its `drafthead compare`."""
         race, found = self.race, {}
-        for engine in race.engines:
-            for size in race.tree_nodes:
-                name = f"{engine}-{size}"
-                words = ["compare", "--target", self.target.name, "--dtype", self.target.dtype]
-                words += ["--prompts", race.prompts, "--output", str(Path(self.train.output, name))]
-                words += [f"--{option}={value}" for option, value in (
-                    ("limit", race.limit), ("max-new-tokens", race.max_new_tokens),
-                    ("rounds", race.rounds), ("seed", race.seed),
-                    *(("temperature", temperature) for temperature in race.temperatures),
-                    *(("draft", entry.run.train.output) for entry in self.entries),
-                )]  # fmt: skip
-                words += ["--draft", race.draft_model] if race.draft_model else []
-                words += ["--compile"] if engine == "compiled" else []
-                words += [] if size == "planned" else [f"--tree-nodes={size}"]
-                found[name] = words
+        for size in race.tree_nodes:
+            name = f"race-{size}"
+            words = ["compare", "--target", self.target.name, "--dtype", self.target.dtype]
+            words += ["--prompts", race.prompts, "--output", str(Path(self.train.output, name))]
+            words += [f"--{option}={value}" for option, value in (
+                ("limit", race.limit), ("max-new-tokens", race.max_new_tokens),
+                ("rounds", race.rounds), ("seed", race.seed),
+                *(("temperature", temperature) for temperature in race.temperatures),
+                *(("draft", entry.run.train.output) for entry in self.entries),
+            )]  # fmt: skip
+            words += ["--draft", race.draft_model] if race.draft_model else []
+            words += [] if size == "planned" else [f"--tree-nodes={size}"]
+            found[name] = words
         return found
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -29,10 +30,9 @@ from tqdm import tqdm
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
-from drafthead.core.target.gguf_files import model_folder
-from drafthead.core.target.loading import load_tokenizer
-from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.core.target.any_target import tokenizer_named, whole_folder
 from drafthead.infer.request.prompts import encode_one
+from drafthead.infer.timing.machine import describe_machine, describe_versions
 from drafthead.train.data.conversations import read_conversations
 from workers.protocol import MARK, Job
 
@@ -114,8 +114,11 @@ class Figures:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
-def commands(path: Path, target: Path) -> dict[str, str]:
-    """The contestants whose variables are all set; the others are named."""
+def commands(path: Path, target: str, scratch: Path) -> dict[str, str]:
+    """The contestants whose variables are all set; the others are named.
+
+    `scratch` is for what they read in place of a GGUF file.
+    """
     found, missing = {}, {}
     given = {"PYTHON": sys.executable, **os.environ}
     for name, command in yaml.safe_load(path.read_text()).items():
@@ -124,10 +127,12 @@ def commands(path: Path, target: Path) -> dict[str, str]:
             missing[name] = ", ".join(unset)
             continue
         filled = re.sub(r"\$(\w+)", lambda match: given[match[1]], command)
-        found[name] = filled.format(target=target)
+        found[name] = filled
     if missing:
         print("left out:", "; ".join(f"{name} ({why})" for name, why in missing.items()))
-    return found
+    asked = any("{folder}" in command for command in found.values())
+    folder = whole_folder(target, scratch) if asked else target
+    return {name: each.format(target=target, folder=folder) for name, each in found.items()}
 
 
 def race(
@@ -192,17 +197,16 @@ def main(
     output: Path = HERE / "peers.json",
 ) -> None:
     """Race all contestants and write the figures."""
-    folder = Path(model_folder(target))
-    tokenizer = load_tokenizer(folder, str(folder), trust_code=False)
+    tokenizer = tokenizer_named(target)
     conversations = read_conversations(prompts)
     count = min(limit, len(conversations))
     chosen = [conversations[place * len(conversations) // count] for place in range(count)]
     ids = [encode_one(each.messages[:1], tokenizer) for each in chosen]
     found: dict[str, dict[str, dict[str, float]]] = {}
     with ExitStack() as running:
-        peers = []
+        peers, scratch = [], Path(running.enter_context(TemporaryDirectory()))
         # One after the other: loading takes all processors.
-        for name, command in tqdm(commands(contestants, folder).items(), desc="loading"):
+        for name, command in tqdm(commands(contestants, target, scratch).items(), desc="loading"):
             peers.append(Peer(name, command))
             running.callback(peers[-1].stop)
             peers[-1].wait()

@@ -3,17 +3,19 @@
 
 Under the target as it is stored and under its other types: the loss per token of answers that
 people wrote, given their questions, how often both find the same token most probable, and how many
-greedy answers to other prompts stay the same. Beside them llama.cpp, against its own first file.
+greedy answers to other prompts stay the same. Beside them llama.cpp, against its own first file:
+NODE_LLAMA in `peers.yaml`.
 """
 
-from collections.abc import Callable, Collection
-from itertools import islice
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
 import torch
 import typer
+from peers import Peer
 from recorded import write_record
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -25,51 +27,52 @@ from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.sequences import TokenTable
 from drafthead.train.data.token_table import token_table
-from workers.protocol import until_end
+from workers.protocol import Job
 
 ROW = 1024  # tokens; longer conversations are cut
 ANSWER = 64  # tokens, of a greedy answer
-Logits = Callable[[torch.Tensor], torch.Tensor]  # [N] -> [N, V]
+# Of tokens [N]: the losses [N - 1] of all but the first, and the most probable tokens there.
+Judge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Answers = Callable[[list[list[int]]], list[list[int]]]
 
 
-def ours(target: str, dtype: str) -> tuple[Logits, Answers]:
-    """The logits and the greedy answers of the target under a type of weights."""
+def ours(target: str, dtype: str) -> tuple[Judge, Answers]:
+    """The losses and the greedy answers of the target under a type of weights."""
     decoder = Decoder.from_pretrained(target, dtype=dtype)
-    return (
-        lambda ids: decoder.target.model(ids[None]).logits[0],
-        lambda prompts: decoder.generate(prompts, max_new_tokens=ANSWER).sequences,
-    )
+
+    def judge(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [N] -> [N - 1] each
+        logits = decoder.target.model(ids[None]).logits[0, :-1].float()
+        return cross_entropy(logits, ids[1:], reduction="none"), logits.argmax(-1)
+
+    return judge, lambda prompts: decoder.generate(prompts, max_new_tokens=ANSWER).sequences
 
 
-def llama_cpp(file: str, ends: Collection[int]) -> tuple[Logits, Answers]:
-    """The logits and the greedy answers of a GGUF file in llama.cpp (llama-cpp-python)."""
-    from llama_cpp import Llama
+def llama_cpp(file: str) -> tuple[Judge, Answers]:
+    """The losses and the greedy answers of a GGUF file in llama.cpp."""
+    worker = Path(__file__).parent / "workers/llama_worker.mjs"
+    peer = Peer(file, shlex.join(["node", str(worker), file]))
+    peer.wait()
 
-    model = Llama(file, n_ctx=2 * ROW, logits_all=True, verbose=False)
+    def judge(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [N] -> [N - 1] each
+        reply = peer.answer(Job([ids.tolist()], 0, 1.0, 1.0, 0))
+        return -torch.tensor(reply["log_probs"]), torch.tensor(reply["best"])
 
-    def logits(ids: torch.Tensor) -> torch.Tensor:  # [N] -> [N, V]
-        model.reset()
-        model.eval(ids.tolist())
-        return torch.from_numpy(model.scores[: len(ids)])
+    def answer(prompts: list[list[int]]) -> list[list[int]]:
+        jobs = (Job([prompt], ANSWER, 0.0, 1.0, 0) for prompt in prompts)
+        return [peer.answer(job)["answers"][0] for job in jobs]
 
-    def answer(prompt: list[int]) -> list[int]:
-        model.reset()
-        return until_end(list(islice(model.generate(prompt, temp=0), ANSWER)), ends)
-
-    return logits, lambda prompts: list(map(answer, prompts))
+    return judge, answer
 
 
 @torch.inference_mode()
-def judged(logits_of: Logits, table: TokenTable) -> tuple[float, torch.Tensor]:
+def judged(judge: Judge, table: TokenTable) -> tuple[float, torch.Tensor]:
     """The loss per token of all answers, and the most probable tokens [A] there."""
     losses, best = [], []
     for sequence in tqdm(table, leave=False):
-        ids = sequence.input_ids.long()
         answer = sequence.supervised[1:]
-        logits = logits_of(ids)[:-1][answer].float()
-        losses.append(cross_entropy(logits, ids[1:][answer], reduction="none"))
-        best.append(logits.argmax(-1))
+        found = judge(sequence.input_ids.long())
+        losses.append(found[0][answer])
+        best.append(found[1][answer])
     return torch.cat(losses).mean().item(), torch.cat(best)
 
 
@@ -90,12 +93,12 @@ def main(
     table = token_table(Reading(data, prompt_column, ROW, limit), stored.target.tokenizer)
     ids = prompt_ids(prompts, answers, stored, ANSWER)
     models = {name: (ours, target, name) for name in types.split(",")}
-    models |= {Path(file).name: (llama_cpp, file, stored.end_ids) for file in gguf or []}
+    models |= {f"llama.cpp, {Path(file).name}": (llama_cpp, file) for file in gguf or []}
     found: dict[str, dict[str, float]] = {}
     firsts: dict[Any, Any] = {}
     for name, (load, *options) in models.items():
-        logits_of, answers_to = load(*options)
-        loss, best = judged(logits_of, table)
+        judge, answers_to = load(*options)
+        loss, best = judged(judge, table)
         replies = answers_to(ids)
         first, plain = firsts.setdefault(load, (best, replies))
         places = [first_difference(a, b) for a, b in zip(plain, replies, strict=True) if a != b]

@@ -7,11 +7,12 @@ from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
 
 # Vocabulary, hidden and inner size, layers, heads, heads of keys, tied embeddings. `SmolLM2` is the
-# shape of SmolLM2-135M, `8B` that of Llama 3.
+# shape of SmolLM2-135M, `1.5B` that of Qwen2.5-1.5B, `8B` that of Llama 3.
 SHAPES = {
     "tiny": (512, 64, 128, 4, 4, 2, True),
     "91M": (4096, 768, 2048, 12, 12, 12, False),
     "SmolLM2": (49152, 576, 1536, 30, 9, 3, True),
+    "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
     "8B": (128256, 4096, 14336, 32, 32, 8, False),
 }
 

@@ -41,7 +41,7 @@ from drafthead.lab.servers import acceptance  # noqa: F401  # registers its chec
 from drafthead.lab.servers.asked import AskedServer
 from drafthead.lab.servers.audit import CHECKS, Audit
 from drafthead.lab.servers.export_for import SCRIPT, Served, export_named
-from drafthead.train.distillation.connection import Connection, find_model, stored_end_ids
+from drafthead.train.distillation.connection import ServerConnection, find_model, stored_end_ids
 
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "benchmarks" / "readers.json", ROOT / "docs" / "formats.md"
@@ -86,7 +86,7 @@ def audited(server: str, drafter: str, name: str, target: Target, new: int) -> d
         place, key = VERSIONS[server]
         version = os.environ.get("READER_VERSION")  # of one that does not know it
         version = version or requests.get(f"{address}/{place}", timeout=60).json().get(key)
-        connection = Connection(address)
+        connection = ServerConnection(address)
         asked = AskedServer(
             connection,
             find_model(connection, served.model, name),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.core.storage.files import write_json
-from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer.timing.machine import describe_machine, describe_versions
 
 
 def about_run() -> dict[str, Any]:

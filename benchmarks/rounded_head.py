@@ -16,9 +16,9 @@ from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.formats.loading import load_head
 from drafthead.infer import Decoder
-from drafthead.infer.loaded import head_drafter
-from drafthead.infer.machine import describe_machine
+from drafthead.infer.loading.loaded import head_drafter
 from drafthead.infer.request.prompts import encode
+from drafthead.infer.timing.machine import describe_machine
 from drafthead.train.data.conversations import read_conversations
 
 LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}

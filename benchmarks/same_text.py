@@ -1,8 +1,9 @@
 """Is drafted text that of plain decoding? `python benchmarks/same_text.py --target M --way W ...`.
 
 Each question is answered by plain decoding of one row, greedily and by seeded draws; then by each
-way of drafting, alone and in batches. In compiled bfloat16 on a CPU with our kernels all must be
-equal. The file is written after each batch; the same command goes on from there.
+way of drafting, alone and in batches. In bfloat16 on a CPU with our kernels all must be equal; with
+ATEN_CPU_CAPABILITY=avx2 they are those for AVX2. The file is written after each batch; the same
+command goes on from there.
 """
 
 import json
@@ -10,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from recorded import about_run
 from tqdm import tqdm, trange
@@ -24,7 +24,6 @@ from drafthead.infer.decoder import Decoder
 from drafthead.lab.races.record import prompt_ids
 from drafthead.lab.reports.report import Table, print_table
 
-AVX2_BITS = 256  # of torch's vectors, where code for AVX2 is asked for
 COUNTED = ("answers", "different", "tokens", "passes")  # passes: steps that a row took part in
 
 Counts = Counter[tuple[str, float, int, str]]  # way, temperature, rows; one of COUNTED
@@ -113,16 +112,12 @@ def main(
     tokens: Annotated[int, typer.Option(help="Most new tokens of an answer.")] = 128,
     tree_nodes: Annotated[int, typer.Option(help="Nodes of each tree, the root included.")] = 8,
     temperature: Annotated[float, typer.Option(help="Of draws, beside greedy answers.")] = 0.8,
-    avx2: Annotated[bool, typer.Option("--avx2", help="Take the kernels for AVX2.")] = False,
 ) -> None:
     """Compare drafted answers with those of plain decoding, token by token."""
-    if avx2:
-        torch._inductor.config.cpp.simdlen = AVX2_BITS  # type: ignore[attr-defined]
-    made = load_decoder_only(target, "bfloat16", "cpu").compiled()
+    made = load_decoder_only(target, "bfloat16", "cpu").packed()
     plain = Decoder.from_pretrained(made)
     ways = {
-        name: Decoder.from_pretrained(made, name.split("+"), tree_nodes=tree_nodes, compile=True)
-        for name in way
+        name: Decoder.from_pretrained(made, name.split("+"), tree_nodes=tree_nodes) for name in way
     }
     questions = prompt_ids(prompts, limit, plain, tokens)
     about: dict[str, object] = {

@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import httpx
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from served import ServerProcess, ask, end_with_servers, started
 
-from drafthead.core.target.gguf_files import model_folder
+from drafthead.core.target.any_target import whole_folder
 from drafthead.train.data.conversations import read_conversations
 
 HERE = Path(__file__).parent
@@ -114,10 +115,10 @@ def main(
     end_with_servers()
     says = [row.messages[0]["content"] for row in read_conversations(str(prompts))]
     counts = clients or [1, 4, 16]
-    chosen, folder = commands(only), str(model_folder(target) or target)
-    logs = output.parent
+    chosen, logs = commands(only), output.parent
     with ExitStack() as stack:
-        servers = {}
+        servers, scratch = {}, Path(stack.enter_context(TemporaryDirectory()))
+        folder = str(whole_folder(target, scratch))
         for name, command in chosen.items():
             log = logs / f"serve_race_{re.sub(r'[^a-z]+', '_', name.lower())}.log"
             full = os.path.expandvars(command).replace("{target}", folder)

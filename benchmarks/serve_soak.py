@@ -4,26 +4,31 @@ They send requests of every kind to `drafthead serve`, whole and streamed, and s
 their answer has ended. Every answer must be that of the decoder alone, and the server's memory must
 not grow in the second half. Prints what was seen as JSON; the exit status is 1 where it was wrong.
 
-With `--attack` the first quarter of the time is quiet. Then others attack the server: they leave
-connections half open, send giant and malformed bodies, forms that are hard to compile, long prompts
-and ever new temperatures, let prompts be scored, and vanish. No answer to them may be a 5xx, and
-the latencies of the clients before and meanwhile are printed.
+With `--attack` the first quarter of the time is quiet. Then others, from another address, attack
+the server: they leave connections half open or without a body, read nothing, send giant and
+malformed bodies and such of a million wrong parts, forms that are hard to compile and whose clients
+leave, long prompts and ever new temperatures, let prompts be scored, ask for drafts of pipes, and
+vanish.
+No answer to them may be a 5xx, and the latencies of the clients before and meanwhile are printed.
+
+With `--fair` there is no soak: a short question is asked alone, and while another address waits for
+forty answers of 1,500 tokens. It may take four times as long. The target needs such a context.
 """
 
 import asyncio
 import json
 import multiprocessing
+import os
 import random
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Annotated, Any
 
 import httpx
@@ -36,6 +41,8 @@ from drafthead.infer import Decoder
 
 LEAVES = 0.05  # share of streams that are broken off
 GROWTH = 64 * 2**20  # bytes that the second half may add
+LONG = 40  # answers of 1,500 tokens
+FAIR = 4  # times as long as alone, which a short answer may take beside them
 SAYS = [
     "def add(a, b):", "class Stack:", "import json", "for i in range(10):", "def area(radius):",
     "Write a loop.", "x = [1, 2, 3]", "def test_add():",
@@ -76,6 +83,7 @@ def expected(decoder: Decoder, body: dict[str, Any]) -> str:
 
 WORDS = "x = [1, 2, 3]\n" * 40_000
 CHAT, COMPLETIONS, TOKENS = "/v1/chat/completions", "/v1/completions", "/tokenize"
+DRAFTS = "/v1/drafts"
 MALFORMED: list[tuple[str, bytes]] = [
     (CHAT, b"{"), (CHAT, b"[]"), (CHAT, b"[" * 100_000), (CHAT, b'{"messages": 5}'),
     (CHAT, b'{"messages": [{"role": "user", "content": 5}]}'),
@@ -84,13 +92,22 @@ MALFORMED: list[tuple[str, bytes]] = [
     (COMPLETIONS, b'{"prompt": "a", "logit_bias": {"1": NaN}}'),
     (TOKENS, b'{"messages": []}'), ("/detokenize", b'{"tokens": [-1]}'),
 ]  # fmt: skip
+# Of a million parts, in a field that nobody reads, and in lists of other things.
+WRONG_PARTS = [
+    b'{"prompt": "a", "%s": [%s]}' % (name, b",".join([part] * (3_900_000 // (1 + len(part)))))
+    for name in (b"metadata", b"stop_token_ids", b"draft", b"guided_choice", b"input", b"messages")
+    for part in (b"{}", b"[]", b'""', b"1")
+]
+FIELDS = b"{%s}" % b",".join(b'"k%d": 1' % number for number in range(300_000))
+KEY, ADDRESS = "soak", "127.0.0.2"  # of administration; of those who attack
 
 
 class Attack:
     """Clients that want a server to fail the others, and the statuses that they were given."""
 
-    def __init__(self, url: str, seconds: float):
+    def __init__(self, url: str, seconds: float, pipe: Path):
         self.url, self.until = url.removesuffix("/v1"), time.monotonic() + seconds
+        self.pipe = pipe  # that nobody writes into
         self.seen: dict[str, Counter[int]] = {}
         self.chance = random.Random(0)
 
@@ -111,6 +128,8 @@ class Attack:
             say = {} if "prompt" in fields else {"messages": [{"role": "user", "content": "go on"}]}
             return path, json.dumps({**say, "max_tokens": 4, **fields}).encode()
 
+        paths = CHAT, COMPLETIONS, TOKENS, "/detokenize", "/v1/responses", DRAFTS
+        pipes = [str(self.pipe), f"head:{self.pipe}", "/dev/zero", str(self.pipe.parent), "a/b"]
         many, stops = ask(COMPLETIONS, prompt=["a"] * 500_000), ask(CHAT, stop=["zz"] * 600_000)
         giant, heat = ask(COMPLETIONS, prompt=WORDS * 6), self.chance.random
         return {
@@ -119,6 +138,13 @@ class Attack:
             "many stop strings": lambda: stops,
             "hard forms": lambda: ask(CHAT, response_format=self.form()),
             "malformed": lambda: self.chance.choice(MALFORMED),
+            "wrong parts": lambda: (
+                self.chance.choice(paths),
+                self.chance.choice([*WRONG_PARTS, FIELDS]),
+            ),
+            "pipes": lambda: ask(
+                DRAFTS, messages=None, max_tokens=None, draft=[self.chance.choice(pipes)]
+            ),
             "cold temperatures": lambda: ask(CHAT, temperature=100 * heat()),
             "long prompts": lambda: ask(COMPLETIONS, prompt=WORDS[: int(4000 * heat())]),
             "scores": lambda: ask(
@@ -128,10 +154,11 @@ class Attack:
 
     async def send(self, name: str, made: Callable[[], tuple[str, bytes]]) -> None:
         """Send requests of a kind, one after the other."""
-        async with httpx.AsyncClient(timeout=300) as client:
+        kind = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        local = httpx.AsyncHTTPTransport(local_address=ADDRESS)
+        async with httpx.AsyncClient(timeout=300, transport=local) as client:
             while time.monotonic() < self.until:
                 path, body = made()
-                kind = {"Content-Type": "application/json"}
                 with suppress(httpx.TransportError):
                     found = await client.post(self.url + path, content=body, headers=kind)
                     self.seen.setdefault(name, Counter())[found.status_code] += 1
@@ -139,17 +166,32 @@ class Attack:
 
     async def hold(self, sent: bytes, count: int, seconds: float) -> None:
         """Open connections that send something, and leave them after some time."""
-        place = self.url.removeprefix("http://").split(":")
         while time.monotonic() < self.until:
-            lines: list[socket.socket] = []
-            for _ in range(count):
-                with suppress(OSError):
-                    lines.append(socket.create_connection((place[0], int(place[1])), timeout=2))
-                    lines[-1].sendall(sent)
-                await asyncio.sleep(0)
-            await asyncio.sleep(seconds)
-            for line in lines:
-                line.close()
+            await self.hold_once(sent, count, seconds)
+
+    async def hold_once(self, sent: bytes, count: int, seconds: float = 0.2) -> None:
+        """Open connections, and leave them after some time."""
+        host, port = self.url.removeprefix("http://").split(":")
+        lines: list[asyncio.StreamWriter] = []
+
+        async def open_one() -> None:
+            opening = asyncio.open_connection(host, int(port), local_addr=(ADDRESS, 0))
+            with suppress(OSError, TimeoutError):
+                _, line = await asyncio.wait_for(opening, 2)
+                line.write(sent)
+                lines.append(line)
+
+        await asyncio.gather(*(open_one() for _ in range(count)))
+        await asyncio.sleep(seconds)
+        for line in lines:
+            line.transport.abort()
+
+    async def leave(self, whole: bytes) -> None:
+        """Ask for hard forms, twenty at a time, and leave before they are compiled."""
+        while time.monotonic() < self.until:
+            _, body = self.bodies()["hard forms"]()
+            await self.hold_once(whole % (len(body), body), 20)
+            await asyncio.sleep(1)
 
     async def run(self) -> dict[str, Counter[int]]:
         """All attacks at a time; what they were answered."""
@@ -157,25 +199,66 @@ class Attack:
         long = json.dumps({"prompt": WORDS[:3000], "max_tokens": 200, "stream": True}).encode()
         whole = half + b"Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
         vanish = whole.replace(b"chat/", b"") % (len(long), long)
+        unread = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 500
         await asyncio.gather(
             *(self.send(*kind) for kind in self.bodies().items()),
             self.hold(half, 600, 5),
             self.hold(vanish, 2, 0.5),
-            self.hold(whole % (9999, b"{"), 20, 5),
+            self.hold(whole % (9999, b"{"), 1200, 5),
+            self.hold(unread, 1, 5),
+            self.leave(whole),
         )
         return self.seen
 
 
 def attack(url: str, seconds: float) -> dict[str, Counter[int]]:
     """Attack a server for some time, in a process of its own."""
-    return asyncio.run(Attack(url, seconds).run())
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(pipe := Path(folder) / "model.safetensors")
+        return asyncio.run(Attack(url, seconds, pipe).run())
 
 
 def latencies(quiet: list[float], attacked: list[float]) -> Iterator[tuple[str, Any]]:
-    """Medians and 95th percentiles in seconds, before an attack and in it, and their ratios."""
-    for name, place in (("p50", 49), ("p95", 94)):
-        pair = [quantiles(each, n=100)[place] for each in (quiet, attacked)]
+    """Medians, 95th percentiles and the longest, in seconds, before an attack and in it, and their
+    ratios.
+    """
+    for name, place in (("p50", 49), ("p95", 94), ("longest", None)):
+        pair = [max(s) if place is None else quantiles(s, n=100)[place] for s in (quiet, attacked)]
         yield name, [round(value, 2) for value in (*pair, pair[1] / pair[0])]
+
+
+async def fairness(url: str) -> dict[str, Any]:
+    """The seconds of short questions alone, and beside the long answers of another address."""
+    long = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 1500}
+    local = httpx.AsyncHTTPTransport(local_address=ADDRESS)
+    found: list[list[float]] = []
+    async with httpx.AsyncClient(timeout=600) as one, httpx.AsyncClient(transport=local) as other:
+
+        async def ask_in_turn() -> None:
+            asked = [{"role": "user", "content": f"{say} {len(found)}"} for say in SAYS]
+            bodies = [{"messages": [each], "max_tokens": 16, "temperature": 0} for each in asked]
+            found.append([(await ask(one, url, body)).seconds for body in bodies])
+
+        async def flood() -> None:
+            await other.post(
+                f"{url}/chat/completions", json={**long, "ignore_eos": True}, timeout=None
+            )
+
+        await ask_in_turn()
+        floods = [asyncio.create_task(flood()) for _ in range(LONG)]
+        await asyncio.sleep(5)
+        await ask_in_turn()
+        is_flooded = not any(each.done() for each in floods)
+        for each in floods:
+            each.cancel()
+        await asyncio.gather(*floods, return_exceptions=True)
+    medians = [median(each) for each in found]
+    return {
+        "seconds alone": [round(each, 3) for each in found[0]],
+        "seconds beside long answers": [round(each, 3) for each in found[1]],
+        "ratio of medians": round(medians[1] / medians[0], 2),
+        "all long answers were being written or waited for": is_flooded,
+    }
 
 
 class Soak:
@@ -190,10 +273,13 @@ class Soak:
         self.attacked: dict[str, Counter[int]] = {}
 
     async def client(self, number: int, until: float) -> None:
-        """Ask one thing after the other."""
+        """Ask one thing after the other, from an address of its own."""
         chance = random.Random(number)
-        api = AsyncOpenAI(base_url=self.server.url, api_key="none", timeout=600, max_retries=0)
-        async with httpx.AsyncClient(timeout=600) as plain:
+        local = httpx.AsyncHTTPTransport(local_address=f"127.0.1.{1 + number}")
+        async with httpx.AsyncClient(timeout=600, transport=local) as plain:
+            api = AsyncOpenAI(
+                base_url=self.server.url, api_key="none", max_retries=0, http_client=plain
+            )
             while time.monotonic() < until:
                 body, right = chance.choice(self.asked)
                 if chance.random() < LEAVES:
@@ -247,6 +333,7 @@ class Soak:
             "first wrong": self.wrong[:1],
             "memory at half, MB": max(self.memory[:half], default=0) // 2**20,
             "memory at the end, MB": max(self.memory[half:], default=0) // 2**20,
+            # At the start, after each twentieth of the time, and at the end.
             "memory, MB": [each // 2**20 for each in self.memory[:: max(1, half // 10)]],
             **self.under_attack(),
         }
@@ -262,26 +349,37 @@ class Soak:
         return {"seconds quiet, under attack, ratio": waited, "statuses of attacks": answered}
 
 
+@contextmanager
+def serving(target: str, options: str) -> Iterator[ServerProcess]:
+    """A server of a target that answers."""
+    command = f"{sys.executable} -m drafthead.scripts.cli serve --target {target} {options}"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(command + " --port {port}", Path(folder) / "server.log") as server,
+    ):
+        server.wait()
+        yield server
+
+
 def main(
     target: Annotated[str, typer.Option(help="The model, in float32.")] = "assets/demo_target",
     draft: Annotated[str, typer.Option(help="What drafts.")] = "lookup",
     minutes: Annotated[float, typer.Option(help="How long clients ask.")] = 5.0,
     clients: Annotated[int, typer.Option(help="How many at a time.")] = 32,
     attack: Annotated[bool, typer.Option(help="Let others attack the server.")] = False,
+    fair: Annotated[bool, typer.Option(help="Measure one client beside another's.")] = False,
 ) -> None:
     """Run the soak."""
     end_with_servers()
+    if fair:
+        with serving(target, f"--draft {draft}") as server:
+            seen = asyncio.run(fairness(server.url))
+        print(json.dumps(seen, indent=1))
+        sys.exit(seen["ratio of medians"] > FAIR)
     decoder = Decoder.from_pretrained(target, dtype="float32")
     asked = [(body, expected(decoder, body)) for body in bodies()]
-    command = (
-        f"{sys.executable} -m drafthead.scripts.cli serve --target {target} --dtype float32 "
-        f"--draft {draft} --served-model-name served --port {{port}}"
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started(command, Path(folder) / "server.log") as server,
-    ):
-        server.wait()
+    own = f"--served-model-name served --admin-key {KEY} --drafts-from /"
+    with serving(target, f"--dtype float32 --draft {draft} {own}") as server:
         soak = Soak(server, asked)
         asyncio.run(soak.run(clients, 60 * minutes, attack))
         metrics = httpx.get(server.url.replace("/v1", "/metrics")).text

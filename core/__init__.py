@@ -1,1 +1,1 @@
-"""What every layer uses and knows no head: targets, caches, trees, sampling, drafting."""
+"""The base of every layer, which knows no head: targets, caches, trees, sampling, drafting."""

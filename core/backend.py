@@ -1,31 +1,23 @@
-"""The fence before all that compiles: what heads and engine know of it.
+"""The interface to kernels for CPUs and to recordings for GPUs: a `Backend`.
 
-A `Backend` runs functions of tensors as they are. Those that compile them for a CPU, or record them
-for a GPU, stand in `drafthead.backends`, which is imported by name and only where that is wanted.
+It runs functions of tensors as they are. Others register themselves, and are imported only where
+they are wanted.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
-import torch
-
-from drafthead.core.dims import Spec
 from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
+from drafthead.core.registry import Registry
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def no_variant(*_: Any) -> Hashable:
-    """For functions that differ by the sizes of their arguments alone."""
-    return None
-
-
 class Backend:
-    """Runs functions of tensors, here as they are; see `drafthead.backends.backend`."""
+    """Runs functions of tensors, here as they are."""
 
-    compiles = False  # whether functions are compiled, or recorded
+    records = False  # whether functions are recorded, for a GPU
     fuses = False  # whether parts of recorded functions are compiled
     kernels = ""  # names those of ours that take the place of operations, where any do
     memory: FreshMemory = FRESH  # for caches
@@ -36,37 +28,30 @@ class Backend:
         return bool(self.kernels)
 
     def forget(self) -> None:
-        """Make compiled functions again, for the weights that they read have changed."""
+        """Record functions again, for the weights that they read have changed."""
 
-    def forget_also(self, other: "Backend") -> None:
-        """With this backend's functions forget those of another one, which read its weights too."""
+    def another(self) -> "Backend":
+        """A backend for a drafter of these passes, which forgets its functions with this one."""
+        return self
 
     def within(self) -> AbstractContextManager[object]:
-        """What functions run within that are not compiled."""
+        """The context of functions that are not recorded."""
         return NOTHING
 
     @property
-    def seconds(self) -> float:
-        """Time spent on compiling so far."""
-        return 0.0
-
-    @property
     def longest(self) -> float:
-        """Seconds of the graph that took longest so far."""
+        """Seconds of the recording that took longest so far, with what was compiled for it."""
         return 0.0
 
-    def compile(
+    def record(
         self,
         function: Callable[..., Any],
-        dims: Mapping[str, Spec],
-        reads: Sequence[Any],
-        variant: Callable[..., Hashable] = no_variant,
         around: AbstractContextManager[object] = NOTHING,
+        held: Collection[int] = (),
     ) -> Callable[..., Any]:
         """The function as it is to be called: within `around`.
 
-        `dims` declares the shapes of its arguments, see `Dims`. `reads` are the models and other
-        values that it reads beside them. Calls differ in their code by `variant(*arguments)`.
+        `held` are the places of arguments, tensors or lists of them, that keep their address.
         """
 
         def call(*arguments: Any) -> Any:
@@ -76,7 +61,7 @@ class Backend:
         return call
 
     def replacement_of(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        """What functions call instead of `sampling.draw`, `largest` or `move_columns`."""
+        """The function to call instead of one of core or heads, such as `sampling.largest`."""
         return operation
 
     def packed(self, head: Any) -> Any:
@@ -89,34 +74,21 @@ class Backend:
 
 
 EAGER = Backend()
-
-
-def backend_for(device: torch.device, dtype: torch.dtype, fuses: bool = True) -> Backend:
-    """A backend that compiles for a CPU, or records for a GPU, functions of models of this type.
-
-    Without `fuses` recorded functions run as they are, so that first answers come soon.
-    """
-    made: Backend = import_module("drafthead.backends.backend").CompilingBackend(
-        device, dtype, fuses
-    )
-    return made
+# What kernels and recordings provide: `kernel_of`, `packed_target` and `recorded_target`.
+BACKENDS: Registry[Callable[..., Any]] = Registry("drafthead.backends")
 
 
 def kernel_of(name: str) -> Callable[..., Any] | None:
     """Our kernel for a CPU of that name; None where there is none."""
-    if not import_module("drafthead.backends.cpu.kernels.library").loaded():
-        return None
-    kernel: Callable[..., Any] = getattr(torch.ops.drafthead, name)
+    kernel: Callable[..., Any] | None = BACKENDS["kernel"](name)
     return kernel
 
 
 def packed_target(target: Any, in_int8: bool = False) -> Any:
     """The `Target` with our kernels in its passes, where there are any for it."""
-    return import_module("drafthead.backends.cpu.packed_target").packed_target(target, in_int8)
+    return BACKENDS["packed"](target, in_int8)
 
 
-def compiled_target(target: Any, in_int8: bool, fuses: bool) -> Any:
-    """The `Target` compiled or recorded, see `drafthead.backends.compiled_target`."""
-    return import_module("drafthead.backends.compiled_target").compiled_target(
-        target, in_int8, fuses
-    )
+def recorded_target(target: Any, fuses: bool) -> Any:
+    """The `Target` with recorded passes."""
+    return BACKENDS["recorded"](target, fuses)

@@ -16,12 +16,9 @@ from torch.nn.functional import pad
 from drafthead.core.sampling import RowRandom, arrival_times, kept_of_sorted
 from drafthead.core.settings import LEAST_TOP_P
 
-# The dimensions of `NextDraws`, see `heads.dims`.
-DRAWS = ("B .", "B .")
-
 
 class NextDraws(NamedTuple):
-    """What a draft can know of the target's next draws. Tensors alone, for compiled drafts."""
+    """A draft's knowledge of the target's next draws. Tensors alone, for recorded drafts."""
 
     keys: torch.Tensor  # [B, K] of the races, place d for the children of nodes of depth d
     settings: torch.Tensor  # [B, 4] of the draft's laws, see `SamplingConfig.settings`

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from drafthead.core.backend import kernel_of
 from drafthead.core.host import to_device
-from drafthead.core.settings import LEAST_TOP_P, Number, Temperature, TopK, TopP, settings
+from drafthead.core.settings import LEAST_TOP_P, MinP, Number, Temperature, TopK, TopP, settings
 
 # Children are drawn from a draft's most probable tokens; any distribution known before the draw
 # keeps the verification exact, and a short one keeps it cheap.
@@ -28,7 +28,7 @@ NO_TOP_K = 2**24
 
 @settings
 class SamplingConfig:
-    """How the target's logits become the distribution that is sampled.
+    """The options that make the target's logits the distribution that is sampled.
 
     Temperature 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `typical_p` 1 keep the
     whole vocabulary. As in transformers, they apply after the temperature in the order of the
@@ -38,7 +38,7 @@ class SamplingConfig:
     temperature: Temperature = 0.0
     top_k: TopK = 0
     top_p: TopP = 1.0
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    min_p: MinP = 0.0
     typical_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
 
     @property
@@ -66,7 +66,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How each row of a batch is sampled; see `SamplingConfig`."""
+    """The sampling options of each row of a batch; see `SamplingConfig`."""
 
     rows: tuple[SamplingConfig, ...]
 
@@ -171,7 +171,7 @@ def warped(scores: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
 
 
 def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Which tokens [..., V] belong to the smallest most probable set of mass `top_p`.
+    """The tokens [..., V] bool of the smallest most probable set of mass `top_p`.
 
     Probabilities (.5, .3, .2) and top_p .6 keep the first two: the mass above the second is .5. Of
     equals the first come first, where transformers leaves the order to an unstable sort: (.4, .4,
@@ -184,7 +184,7 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def typical(scores: torch.Tensor, typical_p: float) -> torch.Tensor:
-    """Which tokens [..., V] belong to the smallest most typical set of mass `typical_p`.
+    """The tokens [..., V] bool of the smallest most typical set of mass `typical_p`.
 
     The closer a token's surprise, -log of its probability, is to the mean surprise, the entropy,
     the more typical it is (Meister et al., 2022, arXiv 2202.00666). Ties with the last are kept.
@@ -298,8 +298,6 @@ def arrival_times(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     the key: 64 bits, so that small numbers are as exact as large ones. Few tokens cost little: a
     draft asks for those that it considers, and finds the numbers that the target will use.
     """
-    # The key is added first. In a compiled graph `tokens` is the variable of a C++ loop, and times
-    # this constant it would overflow, from which compilers conclude that the loop is short.
     bits = finished((keys[..., None] + tokens + 1) * signed(GOLDEN))
     uniform = shifted(bits, 1).float() * 2**-63 + 2**-64
     # At 1 the time would be infinite.
@@ -362,7 +360,7 @@ def most_probable(logits: torch.Tensor) -> torch.Tensor:
     token; but that token would be the answer's only one from then on.
     """
     has_16_bits = logits.dtype == torch.bfloat16 and logits.device.type == "cpu"
-    if has_16_bits and not torch.compiler.is_compiling() and (ours := kernel_of("most_probable")):
+    if has_16_bits and (ours := kernel_of("most_probable")):
         return ours(logits)
     # In float32, because argmax over 16-bit numbers is four times slower on a CPU.
     scores = logits.float()
@@ -383,17 +381,11 @@ def largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 def draw(
     logits: torch.Tensor,  # [B, N, V]
-    tokens: torch.Tensor,  # [B, N] of a tree
-    parents: torch.Tensor,  # [B, N], -1 for the root
     keys: torch.Tensor,  # [B, N] of the races
     settings: torch.Tensor,  # [B, 4], see `SamplingConfig.settings`
     filtered: bool,  # whether any row's settings are more than a temperature
 ) -> torch.Tensor:
-    """The target's own token [B, N] after each node, drawn as its row's settings say, or NO_TOKEN.
-
-    The kernel in its place follows these tokens down the tree and draws those it meets; the others,
-    which no rule reads, are NO_TOKEN.
-    """
+    """The target's own token [B, N] after each node, drawn by its row's settings, or NO_TOKEN."""
     scores, ids = logits.float(), None
     # Masses that are not divided by their sum are the same whether others are filtered or not.
     scores = (scores - scores.amax(-1, keepdim=True)) / settings[:, 0, None, None]

@@ -6,7 +6,7 @@ command line can list options without it.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
@@ -38,7 +38,10 @@ Class = TypeVar("Class")
 CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 # Quotients of logits up to 1e8 and temperatures from 1e-30 on are finite in float32.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 1e-30, 1e30
-BOUNDS = ("ge", "gt", "le", "lt")  # pydantic's names
+BOUNDS = {
+    "greater_than_equal": "at least", "greater_than": "above",
+    "less_than_equal": "at most", "less_than": "below",
+}  # fmt: skip
 KINDS = {
     "bool": "True or False", "float": "a number", "int": "an integer", "string": "a text",
     "list": "a list", "tuple": "a list",
@@ -51,7 +54,7 @@ def plain(value: Any) -> Any:
 
 
 def values(given: Iterable[str] | None, option: str, plain_text: bool = False) -> dict[str, Any]:
-    """What is written NAME=VALUE, by name, with values that are JSON.
+    """Settings written NAME=VALUE, by name, with values that are JSON.
 
     With `plain_text` other values are texts, and a name that is given again becomes a list. Raises
     UserError, which names the option, for another form.
@@ -97,13 +100,22 @@ def in_float32(temperature: float) -> float:
 
 
 class OtherNames(tuple[str, ...]):
-    """What other software calls a setting, in its declaration."""
+    """Another software's name for a setting, in its declaration."""
 
 
 class InShell(NamedTuple):
     """The option of the shell, in a declaration, where that is not called as the setting is."""
 
     option: str
+
+
+class Refusing(NamedTuple):
+    """A check of the shell's text, in a declaration: UserError for a name of nothing that is here.
+
+    It comes before anything is imported, and is not made of values from Python.
+    """
+
+    refuse: Callable[[str], None]
 
 
 def called(*names: str) -> OtherNames:
@@ -145,6 +157,12 @@ TopP = Annotated[
         description="Sample from the most probable tokens with this total probability; 1 uses all.",
     ),
 ]
+MinP = Annotated[Number, Field(ge=0, le=1)]
+# A logit over or times it is finite in float32.
+RepetitionPenalty = Annotated[
+    Number, Field(ge=0.01, le=100, description="Penalty of tokens that were there; 1 is none.")
+]
+CountPenalty = Annotated[Number, Field(ge=-2, le=2)]  # OpenAI's and vLLM's range
 Seed = Annotated[
     Integer,
     Field(
@@ -167,14 +185,15 @@ TargetName = Annotated[
 DtypeName = Annotated[
     str,
     Field(
-        description="Number type of the weights: auto, float32, bfloat16 or float16. int8 "
-        "multiplies whole numbers, faster on a CPU; on a GPU it uses bitsandbytes, as int4 does, "
-        "and is not compiled. Both change the text."
+        description="Number type of the weights: auto, float32, bfloat16 or float16. auto is as "
+        "stored: with our CPU kernels, a GGUF file stays in blocks of 4 to 8 bits. int8 and int4 "
+        "multiply whole numbers, faster on a CPU; on a GPU they use bitsandbytes and are not "
+        "compiled. Both change the text."
     ),
 ]
 RULES = (
     "Acceptance rule. Exact: auto, greedy, match, rejection and traversal. Not exact, so the text "
-    "changes: typical, lenient, and at temperature 0 top_k and distance"
+    "changes: typical, lenient, and at temperature 0 top_k"
 )
 RuleName = Annotated[str, Field(description=f"{RULES}.")]
 DeviceName = Annotated[str, Field(description="Device: auto, cpu or cuda.")]
@@ -182,9 +201,8 @@ CompileSwitch = Annotated[
     bool | None,
     Field(
         description="For GPUs: compile the model's layers, which takes minutes the first "
-        "time. With our CPU kernels (bfloat16 on x86) it changes nothing; on other CPUs and "
-        "types it compiles passes. By default a GPU uses CUDA graphs and a CPU our kernels. "
-        "--no-compile runs the model as it is written."
+        "time. On a CPU it changes nothing. By default a GPU uses CUDA graphs and a CPU our "
+        "kernels (bfloat16 on x86). --no-compile runs the model as it is written."
     ),
 ]
 TemplateArguments = Annotated[
@@ -223,7 +241,7 @@ def read(cls: type[Class], given: Any) -> Class:
 
 @cache
 def reader(declared: Any) -> TypeAdapter[Any]:
-    """What reads values of a declaration, or the settings of a class."""
+    """The reader of values of a declaration, or of the settings of a class."""
     return TypeAdapter(declared, config=None if is_dataclass(declared) else CONFIG)
 
 
@@ -265,8 +283,9 @@ def sentence(error: ValidationError, hints: dict[str, Any], in_order: Sequence[s
         return f"{own} is missing, and has no default"
     if kind == "value_error" and not reason.startswith("must "):
         return reason  # a sentence already
-    if kind.startswith(("greater_than", "less_than")):
-        return f"{own} {range_of(hints[own], kind)}, got {value}"
+    if kind in BOUNDS:
+        (bound,) = about.values()
+        return f"{own} must be {BOUNDS[kind]} {bound:.12g}, got {value}"
     if kind == "literal_error":
         return f"{own} must be {about['expected']}, got {value!r}"
     if kind == "value_error":
@@ -277,25 +296,11 @@ def sentence(error: ValidationError, hints: dict[str, Any], in_order: Sequence[s
 
 
 def declarations(hint: Any) -> Iterator[Any]:
-    """What is declared of a type, at any depth: of `Annotated[int, Field(ge=1)] | None` the 1."""
+    """The declarations of a type, at any depth: of `Annotated[int, Field(ge=1)] | None` the 1."""
     for part in get_args(hint):
         yield from part.metadata if isinstance(part, FieldInfo) else ()
         yield part
         yield from declarations(part)
-
-
-def range_of(hint: Any, broken: str) -> str:
-    """The bounds of a declared number in words: both, or of an integer the `broken` one."""
-    parts = [part for part in declarations(hint) if not isinstance(part, FieldInfo)]
-    found = {name: getattr(part, name) for part in parts for name in BOUNDS if hasattr(part, name)}
-    low, high = found.get("ge", found.get("gt")), found.get("le", found.get("lt"))
-    whole, is_low = int in parts, broken.startswith("greater")
-    if high is None or (whole and is_low):
-        return f"must be {'at least' if 'ge' in found else 'above'} {low}"
-    if low is None or whole:
-        return f"must be {'at most' if 'le' in found else 'below'} {high}"
-    ends = "[" if "ge" in found else "(", "]" if "le" in found else ")"
-    return f"must lie in {ends[0]}{low}, {high}{ends[1]}"
 
 
 def names_of(cls: Any) -> frozenset[str]:

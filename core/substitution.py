@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Substitution(NamedTuple):
-    """What runs instead of an operation, and for which arguments."""
+    """A function that runs instead of an operation, for some arguments."""
 
     operation: Callable[..., Any]
     replacement: Callable[..., Any]  # takes the operation's arguments

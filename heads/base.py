@@ -1,4 +1,4 @@
-"""What every draft head is: a module with a loss for training and a session for decoding.
+"""The base of every draft head: a module with a loss for training and a session for decoding.
 
 A head family is a config dataclass and a `DraftHead` registered under the family's name; training,
 decoding, tests and comparison find it in `HEADS`.
@@ -60,6 +60,15 @@ class DraftHead(nn.Module, ABC):
     def depth(self) -> int:
         """Number K of tokens that the head drafts after the root."""
 
+    @property
+    def num_guesses(self) -> int:
+        """Number of tokens that the head guesses among: all, unless it has a draft vocabulary."""
+        return int(self.config.vocab_size)
+
+    def tokens_of(self, guesses: torch.Tensor) -> torch.Tensor:
+        """The token ids [...] of guesses [...], which are places among the head's logits."""
+        return guesses
+
     def prepare(self, token_counts: torch.Tensor) -> None:
         """Receive how often each token [V] occurs in training; called before `initialize`.
 
@@ -105,8 +114,7 @@ def head_family(name: str) -> type[DraftHead]:
 Value = TypeVar("Value")
 MARK = "only training reads it"
 # The type of a field of a head's configuration that only its training reads. Heads that differ in
-# these alone draft with the same code, and take the same time for it, so that they share compiled
-# graphs and measured costs.
+# these alone take the same time for a draft, so that they share measured costs.
 ForTraining = Annotated[Value, MARK]
 
 

@@ -3,18 +3,15 @@
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.drafting.drafter import DraftSession
 from drafthead.core.target.weight_state import state_of
 from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.loop import next_step, read_prompts
-from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.method import Method
-from drafthead.infer.past import Past
+from drafthead.infer.engine.loop import Decoding
 from drafthead.infer.request.text_pieces import text_pieces, texts_of
+from drafthead.infer.scheduling.method import Method
+from drafthead.infer.scheduling.past import Past
 
 Message: TypeAlias = dict[str, str]
 # The run of a conversation so far, and how it is decoded.
@@ -76,7 +73,6 @@ class ChatSession:
         finally:
             passes.close()
 
-    @torch.no_grad()
     def _decoded(
         self, run: BatchRun, method: Method, messages: Sequence[Message]
     ) -> Generator[list[int], None, None]:
@@ -87,25 +83,22 @@ class ChatSession:
         kept = past.reusable(run.request.prompts) if past is not None and is_known else 0
         if past is not None and kept:
             past.cut(kept)
+            decoding = method.decoding(run, lambda: past)
         else:
-            past = method.recall(run)
-        stepper = method.stepper(run)
-        session, emitted = read_prompts(stepper, method.drafter, past)
-        self.reused = run.stats.reused
+            decoding = method.decoding(run)
         try:
-            yield run.refuse_failed(emitted)[0]
-            while run.batch.running:
-                yield run.refuse_failed(next_step(stepper, session, method.planner))[0]
+            for emitted in decoding:
+                self.reused = run.stats.reused
+                yield emitted[0]
         except GeneratorExit:  # between two passes: the caches are whole
-            self._keep(run, stepper, session, messages)
+            self._keep(decoding, messages)
             raise
-        self._keep(run, stepper, session, messages)
+        self._keep(decoding, messages)
 
-    def _keep(
-        self, run: BatchRun, stepper: Stepper, session: DraftSession, messages: Sequence[Message]
-    ) -> None:
+    def _keep(self, decoding: Decoding, messages: Sequence[Message]) -> None:
         """Remember the answer to `messages` and what was read for it."""
-        prompt, answer = run.request.prompts[0], run.batch.rows[0].tokens
-        self.past = Past(stepper.cache, session, [*prompt, *answer])
+        run = decoding.run
+        prompt, answer = run.request.prompts[0], run.rows[0].tokens
+        self.past = Past(decoding.stepper.cache, decoding.session, [*prompt, *answer])
         text = texts_of([answer], self.tokenizer, after=[prompt])[0]
         self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -73,7 +73,7 @@ FILTERS: dict[type[LogitsProcessor], tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class CustomGenerate:
-    """What `model.generate` takes as `custom_generate`; made by `Decoder.as_custom_generate`.
+    """The argument `custom_generate` of `model.generate`; made by `Decoder.as_custom_generate`.
 
     Sampled answers take their seeds from torch's random numbers, so `torch.manual_seed` fixes them.
     In a batch a row that has ended is filled up with the pad token, and its `scores` and `logits`
@@ -156,7 +156,7 @@ class PreparedCall:
 
     @property
     def kept_rows(self) -> list[RowKind]:
-        """Which rows [V] the call wants for each token."""
+        """The kinds of rows [V] that the call wants for each token."""
         if not self.config.return_dict_in_generate or self.beams is not None:
             return []
         kinds: dict[RowKind, bool | None] = {
@@ -169,7 +169,7 @@ class PreparedCall:
         """The answers as `model.generate` returns them."""
         if self.beams is not None:
             return self.beam_output(run.beam_answers)
-        answers = [row.tokens for row in run.batch.rows]
+        answers = [row.tokens for row in run.rows]
         sequences = torch.cat([self.input_ids, self.padded(answers)], dim=1)
         if not self.config.return_dict_in_generate:
             return sequences

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.drafting.drafter import Drafter, NoDrafter
 from drafthead.core.errors import UserError
+from drafthead.core.target.int8 import forget_rounded
 from drafthead.core.target.processor import end_helpers
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.answers.emissions import in_time, result_of, streamed
 from drafthead.infer.answers.results import DecodeResult, Stream, TextStream
-from drafthead.infer.beams.beam_search import search
 from drafthead.infer.chat_session import ChatSession, Message
 from drafthead.infer.custom_generate import CustomGenerate
+from drafthead.infer.drafters.lookup import Lookup, PromptLookup
+from drafthead.infer.drafters.store_lookup import LEAST_NGRAM
+from drafthead.infer.drafters.with_lookup import WithLookup
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.loaded import (
+from drafthead.infer.loading.loaded import (
     Draft,
     Fitting,
     described,
@@ -32,16 +36,16 @@ from drafthead.infer.loaded import (
     prepared_target,
     read_drafts,
 )
-from drafthead.infer.method import Method, planner_of, rule_of
-from drafthead.infer.past import Memory
 from drafthead.infer.planning.planner import FixedPlan, Planner
 from drafthead.infer.request.options import read_options, refuse_in_pieces
 from drafthead.infer.request.other_words import type_of_weights
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.text_pieces import text_pieces
-from drafthead.infer.request_of import endless_request, request_of, single
-from drafthead.infer.running_rows import RunningRows
+from drafthead.infer.scheduling.method import Method, planner_of, rule_of
+from drafthead.infer.scheduling.past import Memory
+from drafthead.infer.scheduling.request_of import endless_request, request_of, single
+from drafthead.infer.scheduling.running_rows import RunningRows
 from drafthead.infer.serving import (
     Answer,
     Requests,
@@ -57,6 +61,8 @@ from drafthead.infer.timing.step_timing import PROMPT_TOKENS, VISIT_STEPS, time_
 from drafthead.infer.verifiers import Verifier, verifier_for
 
 logger = logging.getLogger(__name__)
+FORM_DEPTH = 31  # tokens that a form drafts, at most, where nothing else does
+KNOW_FORMS = Lookup, WithLookup  # drafters that draft what a form demands
 
 
 class Decoder:
@@ -136,12 +142,11 @@ class Decoder:
         layers and lookup; the default is 4. `draft_temperature` is the temperature at which drafts
         are sampled; it changes the speed only.
 
-        `compile` is for GPUs, whose layers it compiles, and for CPUs and types without our kernels,
-        where it takes minutes the first time and is cached on disk; with our kernels it changes
-        nothing. The text stays the same. By default nothing is compiled: a GPU uses CUDA graphs,
-        and a CPU runs passes and drafts by our kernels in bfloat16. False
-        runs the model as it is written. `same_bits` makes 16-bit text identical to plain decoding
-        without our kernels, by padding every pass to 16 tokens, which is slower.
+        `compile` is for GPUs: it compiles the model's layers, which takes minutes the first time,
+        and keeps the code on disk. On a CPU it changes nothing, and a warning says so. By default
+        nothing is compiled: a GPU uses CUDA graphs, and a CPU runs passes and drafts by our kernels
+        in bfloat16. False runs the model as it is written. `same_bits` makes 16-bit text identical
+        to plain decoding without our kernels, by padding every pass to 16 tokens, which is slower.
 
         Code that comes with a model runs only with `trust_remote_code`. `others` accepts
         transformers' `torch_dtype`. Raises UserError for what cannot be loaded, does not fit the
@@ -164,7 +169,7 @@ class Decoder:
         drafter = made_drafter(read_drafts(draft), Fitting(target))
         if drafter is None:
             return Decoder(target)
-        if target.backend.compiles or target.backend.has_kernels:
+        if target.backend.records or target.backend.has_kernels:
             drafter.compile(target)
         end_helpers()  # another thread may decode
         return Decoder(target, drafter, None, True, self.draft_temperature)
@@ -250,7 +255,7 @@ class Decoder:
         """
         settings = read_options(options)
         refuse_in_pieces(settings)
-        if self.target.backend.compiles:  # the last row of a batch has graphs of its own
+        if self.target.backend.records:  # the last row of a batch has recordings of its own
             batch_sizes = list(dict.fromkeys([*batch_sizes, 1]))
         for rows in batch_sizes:
             if len(batch_sizes) > 1:
@@ -264,7 +269,7 @@ class Decoder:
         """Time the steps of a batch, or make a few of every kind."""
         rule, plans = self.rule(run.request), self.plans
         if plans is None or not rule.follows or self.target.is_shared:
-            for _ in islice(self.method(run).decode(run), VISIT_STEPS):
+            for _ in islice(self.method(run).decoding(run), VISIT_STEPS):
                 pass
             return
         time_or_visit(plans, run, rule, fresh)
@@ -281,8 +286,7 @@ class Decoder:
         others.
 
         The options are those of `generate` that requests of one batch can share; a `ServeRequest`
-        has its own sampling options and stop strings. Raises UserError for other options by name,
-        and for a max_rows below 1.
+        may have its own. Raises UserError for other options by name, and for a max_rows below 1.
         """
         seed = shared_options(options, max_rows)
 
@@ -316,9 +320,10 @@ class Decoder:
             self.memory.add(method.read(run, method.recall(run)), state)
 
     def forget(self) -> None:
-        """Forget all remembered prompts and free their memory."""
+        """Forget all remembered prompts, and what was made of int8 weights; free their memory."""
         self.memory.pasts.clear()
         self.memory.kept.clear()
+        forget_rounded(self.target.model)
 
     def chat(self, system: str | None = None, **options: Any) -> ChatSession:
         """Start a conversation that keeps the caches of earlier turns, with the options of
@@ -348,9 +353,7 @@ class Decoder:
     def _start(self, request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
         """The batch of a request, and what its passes emit, for as long as there is time."""
         run = BatchRun(request, self.target.device)
-        method = self.method(run)
-        passes = method.decode(run) if request.beams is None else search(method, run)
-        return run, in_time(passes, run)
+        return run, in_time(self.method(run).decoding(run), run)
 
     def request(self, prompts: Any, options: DecodeOptions) -> Request:
         """The request in token ids and limits; raises UserError for what cannot be decoded."""
@@ -361,8 +364,12 @@ class Decoder:
         return rule_of(request, self.target, self.drafter)
 
     def method(self, run: BatchRun) -> Method:
-        """How this batch is decoded; checks the verifier's name even where none is needed."""
+        """The method of this batch; checks the verifier's name even where none is needed."""
         rule = self.rule(run.request)
+        request, own = run.request, self.drafter
+        is_free = own is None or (self.adaptive and not isinstance(own, KNOW_FORMS))
+        if is_free and request.in_form and request.beams is None:
+            return self.in_form.method(run)
         planner = planner_of(run, self.target, self._planner(run, rule))
         drafter: Drafter = NoDrafter()
         if isinstance(planner, FixedPlan) and planner.budget is None:  # nothing is ever proposed
@@ -373,8 +380,17 @@ class Decoder:
         most = max([budget.nodes for budget in budgets], default=1)
         return Method(self.target, drafter, rule, planner, most, self.memory)
 
+    @cached_property
+    def in_form(self) -> "Decoder":
+        """The decoder of answers in a form, with lookup, where the drafter alone knows no form."""
+        lookup = PromptLookup(FORM_DEPTH, LEAST_NGRAM)
+        drafter = lookup if self.drafter is None else WithLookup(self.drafter)
+        decoder = Decoder(self.target, drafter, None, True, self.draft_temperature)
+        decoder.memory = self.memory
+        return decoder
+
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:
-        """What chooses the budget of each step."""
+        """The planner that chooses the budget of each step."""
         if self.plans is None:
             return FixedPlan(self.budget)
         if not rule.follows:
@@ -394,12 +410,11 @@ def decoder_for(
 ) -> Decoder:
     """A decoder with trees of `tree_nodes` nodes, or of planned sizes for None.
 
-    Compiled, as it is, or for None recorded or with our kernels where that is possible;
-    `same_bits` as for `Decoder.from_pretrained`. Raises UserError for settings of a drafter without
-    one, and for `compile` and `same_bits` where the target cannot be compiled or cannot keep that
-    promise.
+    `compile` and `same_bits` as for `Decoder.from_pretrained`. Raises UserError for settings of a
+    drafter without one, and for `compile` and `same_bits` where the target cannot be compiled or
+    cannot keep that promise.
     """
-    is_new = not target.backend.compiles
+    is_new = not target.backend.records
     target = prepared_target(target, compile, same_bits)
     if drafter is None:
         for name, value in (("tree_nodes", tree_nodes), ("draft_temperature", draft_temperature)):
@@ -407,9 +422,7 @@ def decoder_for(
                 raise UserError(f"{name}={value} needs a head, a draft model, own layers or lookup")
         return Decoder(target)
     backend = target.backend
-    if compile or (compile is None and is_new and (backend.compiles or backend.has_kernels)):
+    if (backend.records or backend.has_kernels) and (compile or (compile is None and is_new)):
         drafter.compile(target)
-    budget = None
-    if tree_nodes is not None:
-        budget = Budget(tree_nodes, min(drafter.budgets[-1].depth, max(1, tree_nodes - 1)))
+    budget = None if tree_nodes is None else drafter.budgets[-1].of_nodes(tree_nodes)
     return Decoder(target, drafter, budget, tree_nodes is None, draft_temperature)

@@ -1,6 +1,6 @@
 """Requests that come and go: rows join the running batch as others end."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any, TypeAlias
@@ -11,13 +11,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
 from drafthead.core.settings import AtLeastOne, checked
-from drafthead.infer.request.options import NAMES, OF_ONE_CALL, read_options
+from drafthead.infer.request.options import OF_ONE_CALL, read_options
 from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.request.text_pieces import texts_of
-from drafthead.infer.running_rows import RunningRows
-from drafthead.infer.tickets import Gain, Ticket
+from drafthead.infer.scheduling.running_rows import RunningRows
+from drafthead.infer.scheduling.tickets import Gain, Ticket
 
 # Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
 # takes as long as ten steps, and rows that wait cost nothing.
@@ -26,19 +26,13 @@ GROUPS, GROUPS_ON_GPU = 16, 4
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """A prompt with its own options; None takes the option of the call to `serve`."""
+    """A prompt with its own options; those left out are the options of the call to `serve`."""
 
     prompt: Prompt
     id: Hashable = None  # comes back with the answer; None: the number of the request, from 0
     max_new_tokens: int | None = None
     seed: int | None = None  # None: the call's seed plus the number of the request
-    chat_template_kwargs: Mapping[str, Any] | None = None  # of a prompt that is text or messages
-    # Rows of one batch are sampled each in its own way.
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    stop_strings: str | Sequence[str] | None = None
-    verifier: str | None = None  # with options of the rule: "typical:typical_epsilon=0.1"
+    options: Mapping[str, Any] = field(default_factory=dict)  # any others of `Decoder.generate`
 
 
 @dataclass(frozen=True)
@@ -100,8 +94,13 @@ def refuse_of_one_call(options: Mapping[str, Any], settings: DecodeOptions, sent
 
 
 def own_options(request: ServeRequest, seed: int) -> dict[str, Any]:
-    """The options that a request gives for itself, with its seed, by default `seed`."""
-    own = {name: getattr(request, name, None) for name in NAMES}
+    """The options that a request gives for itself, with its seed, by default `seed`.
+
+    Raises UserError for one that is about a single call.
+    """
+    own = {"max_new_tokens": request.max_new_tokens, "seed": request.seed, **request.options}
+    if others := own.keys() & OF_ONE_CALL:
+        raise UserError(f"requests of serve do not take {min(others)}: they come one by one")
     return {"seed": seed} | {name: value for name, value in own.items() if value is not None}
 
 
@@ -160,7 +159,7 @@ class WaitingRequests:
 
 
 def newcomers_at_least(max_rows: int, device: torch.device) -> int:
-    """How many rows must be free before requests that wait are let in."""
+    """The number of rows that must be free before requests that wait are let in."""
     return max(1, max_rows // (GROUPS_ON_GPU if device.type == "cuda" else GROUPS))
 
 

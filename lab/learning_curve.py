@@ -1,4 +1,4 @@
-"""What more answers would bring: tau against the answers that a head has learnt from.
+"""A learning curve: tau against the answers that a head has learnt from, and what more bring.
 
 The points are of one run (`train.curve`): the head after 1/8, 1/4, 1/2 and all of the answers were
 read once. They cost an evaluation each, where heads trained on parts of the answers would cost as
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafthead.train.run.folder import BEST_BY, EVALUATION_FILE, read_log
+from drafthead.core.storage.files import json_lines
+from drafthead.train.run.folder import BEST_BY, EVALUATION_FILE
 
 FEWEST, LAST = 3, 3  # points of a curve; points that say what a doubling brings
 # Twice the answers bring what a doubling brought before, or so much less or more. Chosen from six
@@ -55,7 +56,7 @@ class LearningCurve:
 
         Answers are all that were read, whatever the category.
         """
-        found = [e for e in read_log(folder / EVALUATION_FILE) if "answers" in e]
+        found = [e for e in json_lines(folder / EVALUATION_FILE) if "answers" in e]
         taus = [
             each["tau_tree"][str(BEST_BY)] if category is None else each["categories"][category]
             for each in found
@@ -106,7 +107,7 @@ class LearningCurve:
 
 
 def what_more_would_bring(folder: Path, seconds_an_answer: float | None = None) -> list[str]:
-    """What a run has learnt, what twice the answers would bring, and if training was too long.
+    """Sentences on a run: what twice the answers would bring, and if training was too long.
 
     None of it without a curve. By category, too, where rows have one: what gains most is first, and
     what to ask next. `seconds_an_answer` is what another answer takes here, to write and to learn.
@@ -114,7 +115,7 @@ def what_more_would_bring(folder: Path, seconds_an_answer: float | None = None) 
     curve = LearningCurve.of_run(folder)
     if curve is None:
         return []
-    *_, last = read_log(folder / EVALUATION_FILE)
+    *_, last = json_lines(folder / EVALUATION_FILE)
     forecasts = []
     for name in last.get("categories", ()):
         of_kind = LearningCurve.of_run(folder, name)

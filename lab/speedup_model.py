@@ -20,7 +20,7 @@ class ChainPrediction:
     speedup: float  # for the chain that was run
     best_length: int  # 0 is plain decoding
     best_speedup: float
-    length: int = 0  # tokens of the chain that was run; files of older versions do not say it
+    length: int  # tokens of the chain that was run
 
 
 def accepted_and_tried(accept_lengths: Sequence[int], length: int) -> tuple[int, int]:

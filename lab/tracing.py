@@ -1,4 +1,4 @@
-"""What happened in each step of an answer: the proposed tree, and what became of its nodes."""
+"""A trace of each step of an answer: the proposed tree, and what became of its nodes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +8,13 @@ import torch
 from drafthead.core.sampling import SamplingConfig, probabilities
 from drafthead.core.target.target import TargetOutput
 from drafthead.core.trees.tree import TokenTree
+from drafthead.infer import Decoder, DecodeResult
 from drafthead.infer.answers.emissions import in_time
-from drafthead.infer.answers.results import DecodeResult
-from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.loop import decode
 from drafthead.infer.engine.step import Outcome
-from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import read_options, refuse_in_pieces
 from drafthead.infer.request.prompts import Prompt
-from drafthead.infer.request_of import single
+from drafthead.infer.scheduling.request_of import single
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,7 @@ def trace(decoder: Decoder, prompt: Prompt | None = None, **options: Any) -> Tra
         """Record a step."""
         steps.append(traced(tree, target_probs(output, run.request.sampling), outcome))
 
-    made_for = method.drafter.features, method.rule, method.most_nodes
-    stepper = Stepper(method.target, run, *made_for, watch)
-    passes = in_time(decode(stepper, method.drafter, method.planner, method.recall(run)), run)
+    passes = in_time(method.decoding(run, watch=watch), run)
     next(passes)  # the prompt
     before = dict(run.stats.seconds)
     for _ in passes:

@@ -6,17 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
-
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget
-from drafthead.infer.decoder import Decoder
+from drafthead.infer import Decoder
 from drafthead.infer.planning.planner import AdaptivePlan
 from drafthead.infer.timing.plans import StepKind, rows_that_share
 from drafthead.infer.timing.step_timing import ENOUGH_SECONDS, PROMPT_TOKENS
 from drafthead.infer.verifiers import verifier_for
-from drafthead.lab.reports.report import BASELINE, OURS, Columns, Report, table_of
+from drafthead.lab.reports.report import Columns, Report, table_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +56,28 @@ def reason(rows: Sequence[PlanRow]) -> str:
         best = max(trees, key=lambda row: row.tokens_per_second)
         return (
             f"plain decoding: no tree beats its 1 token in {ms(plain)} ms clearly; the best, "
-            f"{best.nodes} nodes, would bring {best.tokens:.2f} in {ms(best)} ms, "
+            f"{sized(best)}, would bring {best.tokens:.2f} in {ms(best)} ms, "
             f"{best.speedup:.2f}x"
         )
     chosen = rows[place]
     other = rows[place + 1] if place + 1 < len(rows) else rows[place - 1]
     verdict = (
-        f"{chosen.nodes} nodes: {chosen.tokens:.2f} tokens in {ms(chosen)} ms beat plain "
+        f"{sized(chosen)}: {chosen.tokens:.2f} tokens in {ms(chosen)} ms beat plain "
         f"decoding's 1 in {ms(plain)} ms by {chosen.speedup:.2f}x"
     )
     if other is plain:
         return verdict
     return (
-        f"{verdict}; {other.nodes} nodes would bring {other.tokens:.2f} in {ms(other)} ms, "
+        f"{verdict}; {sized(other)} would bring {other.tokens:.2f} in {ms(other)} ms, "
         f"{other.speedup:.2f}x"
     )
+
+
+def sized(row: PlanRow) -> str:
+    """The size of a tree in words; two of the same number of nodes differ in depth."""
+    if row.nodes == row.depth + 1:
+        return f"a chain of {row.depth} tokens"
+    return f"a tree of {row.nodes} nodes and depth {row.depth}"
 
 
 def ms(row: PlanRow) -> str:
@@ -151,31 +155,4 @@ def plan_report(rows: Sequence[PlanRow], notes: Sequence[str], about: dict[str, 
         [table_of(f"{about['head']} on {about['target']}", PLAN_COLUMNS, rows)],
         notes,
         {**about, "choice": choice, "reason": notes[0], "sizes": sizes},
-        draw=lambda: draw_plan(rows, f"{about['head']} on {about['target']}, {about['dtype']}"),
     )
-
-
-def draw_plan(rows: Sequence[PlanRow], title: str) -> Figure:
-    """Expected tokens/s against nodes, the choice marked, plain decoding as a line."""
-    plain = rows[0]
-    chosen = next(row for row in rows if row.chosen)
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    axes.plot([r.nodes for r in rows], [r.tokens_per_second for r in rows], "o", ms=4, color=OURS)
-    best: dict[int, float] = {}  # of each number of nodes, over its depths
-    for row in rows:
-        best[row.nodes] = max(row.tokens_per_second, best.get(row.nodes, 0.0))
-    counts = sorted(best)
-    axes.plot(counts, [best[nodes] for nodes in counts], color=OURS)
-    axes.plot(chosen.nodes, chosen.tokens_per_second, "o", ms=12, mfc="none", color=OURS)
-    label = f"{chosen.nodes} nodes, {chosen.speedup:.2f}x" if chosen.depth else "plain decoding"
-    point = (chosen.nodes, chosen.tokens_per_second)
-    axes.annotate(label, point, (0, 9), textcoords="offset points", ha="center", fontsize=9)
-    axes.axhline(plain.tokens_per_second, ls="--", color=BASELINE, lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(nodes) for nodes in counts])
-    axes.minorticks_off()
-    axes.set_ylim(0, 1.15 * max(r.tokens_per_second for r in rows))
-    axes.set_xlabel("nodes of the tree (1: plain decoding)")
-    axes.set_ylabel("expected tokens/s per row")
-    axes.set_title(title, fontsize=9)
-    return figure

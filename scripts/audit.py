@@ -1,6 +1,5 @@
 """`drafthead audit`: does a server write the target's own text, and accept as many drafts?"""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +19,7 @@ def main(
     model: options.Model,
     head: Annotated[
         str | None,
+        options.OfDraft,
         typer.Option(
             help="What the server drafts with: a head, a draft model, an n-gram table, or lookup. "
             "Its counters are then compared with decoding here."
@@ -36,7 +36,7 @@ def main(
     ] = 200,
     output: options.JsonFile = None,
 ) -> None:
-    """Test a running server: does it write the model's text, and accept as many drafts?
+    """Test a running server's text, sampling and acceptance.
 
     This works with any OpenAI-compatible server (vLLM, SGLang, llama.cpp, drafthead). The model is
     loaded here to check the server's answers: greedy tokens must be the model's own choice, up to
@@ -46,9 +46,8 @@ def main(
     likely cause is named and the exit status is 1.
     """
     from drafthead.infer.decoder import Decoder
-    from drafthead.lab.races.record import prompt_ids, write_record
-    from drafthead.lab.reports.report import print_table
-    from drafthead.lab.reports.run_page import findings_table
+    from drafthead.lab.races.record import describe_run, prompt_ids
+    from drafthead.lab.reports.run_page import findings_report
     from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
     from drafthead.lab.servers.audit import CHECKS, Audit
 
@@ -57,14 +56,11 @@ def main(
     server, target = asked_server(url, server_model, model)
     ids = prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
     audit = Audit(server, target, ids, max_new_tokens, samples, head)
-    findings = {name: found for name, look in CHECKS.items() if (found := look(audit)) is not None}
+    findings = CHECKS.findings(audit)
     faults = [name for name, found in findings.items() if found.is_fault]
-    print_table(findings_table(findings, f"{len(findings)} checks, faults: {len(faults)}"))
-    print(f"FAIL: {', '.join(faults)}" if faults else f"PASS: {url} serves {model.target}")
-    if output is not None:
-        of_all = {name: asdict(found) for name, found in findings.items()}
-        record = {"server": url, "head": head, "findings": of_all}
-        write_record(output, model.target, target, record)
+    verdict = f"FAIL: {', '.join(faults)}" if faults else f"PASS: {url} serves {model.target}"
+    about = describe_run(model.target, target) | {"server": url, "head": head}
+    options.finish(findings_report(findings, about, [verdict]), output)
     raise typer.Exit(bool(faults))
 
 
@@ -73,11 +69,11 @@ def asked_server(
 ) -> "tuple[AskedServer, Target]":
     """The server at an address, and the target that it should serve, loaded here."""
     from drafthead.lab.servers.asked import AskedServer
-    from drafthead.train.distillation.connection import Connection, find_model, stored_end_ids
+    from drafthead.train.distillation.connection import ServerConnection, find_model, stored_end_ids
 
     target = model.load()
     assert target.tokenizer is not None  # a target read from disk has one
-    connection = Connection(url)
+    connection = ServerConnection(url)
     served = find_model(connection, server_model, model.target)
     ends = stored_end_ids(model.target, target.tokenizer)
     return AskedServer(connection, served, target.tokenizer, ends), target

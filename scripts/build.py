@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @options.settings(kw_only=True)
 class Built:
-    """What a build makes, and from what."""
+    """Options of what a build makes, and from what."""
 
     prompts: Annotated[
         list[str] | None,
+        options.OfData,
         typer.Option(
             help="Prompts like those of your users: a file, folder or data set. Repeatable. "
             "Without it, the model invents prompts."
@@ -35,6 +36,7 @@ class Built:
     ] = "eagle3"
     init_from: Annotated[
         str | None,
+        options.OfHead,
         typer.Option(
             help="Start from this head of the same --family, such as that of the model that yours "
             "is fine-tuned from: a folder, OWNER/NAME on the hub, or smollm2-eagle3."
@@ -52,6 +54,21 @@ class Built:
         ),
     ] = None
 
+    before: Annotated[
+        Path | None,
+        options.OfHead,
+        typer.Option(
+            "--continue",
+            help="A build, or a head: tune it and its table on the answers of --data, and race old "
+            "against new.",
+        ),
+    ] = None
+    data: Annotated[
+        Path | None,
+        options.OfData,
+        typer.Option(help="Answers that serve --record has kept, for --continue."),
+    ] = None
+
     def choices(self, model: options.Model, minutes: float) -> "Choices":
         """The choices that a build's folder records."""
         import torch
@@ -65,37 +82,6 @@ class Built:
             model.target, model.dtype, model.device, tuple(self.prompts or ()),
             self.max_new_tokens, self.seed, self.family, minutes, compiles, self.init_from,
         )  # fmt: skip
-
-
-@options.settings(kw_only=True)
-class Continued:
-    """What an existing build goes on with."""
-
-    before: Annotated[
-        Path | None,
-        typer.Option(
-            "--continue",
-            help="A build, or a head: tune it and its table on the answers of --data, and race old "
-            "against new.",
-        ),
-    ] = None
-    data: Annotated[
-        Path | None, typer.Option(help="Answers that serve --record has kept, for --continue.")
-    ] = None
-
-    def tunes(self) -> bool:
-        """Whether drafts are tuned; raises UserError where half of what that takes is given."""
-        if (self.before is None) != (self.data is None):
-            raise UserError("--continue FOLDER and --data FILE go together")
-        return self.before is not None
-
-    def run(self, model: options.Model, output: Path | None, minutes: float, built: Built) -> None:
-        """Tune the build's drafts, into a folder beside it unless another is given."""
-        from drafthead.scripts.building.tuning import Tuning
-
-        assert self.before is not None and self.data is not None  # see `tunes`
-        new = output or self.before.with_name(f"{self.before.name}-tuned")
-        Tuning(model, self.before, self.data, new, minutes, built.compile, built.seed).run()
 
 
 def main(
@@ -113,16 +99,15 @@ def main(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Time budget in minutes.")] = None,
     built: Built,
-    continued: Continued,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what the build would do and need, and exit.")
     ] = False,
 ) -> None:
-    """Find the fastest way to decode a model on this machine, in the time you give.
+    """Find the fastest way to decode a model, in the time you give.
 
-    The build collects prompts, generates the model's answers, counts n-grams, trains a head, and
-    times every method on prompts that were held out. It ends with the fastest method and the
-    command to run it, and writes report.html and a model card.
+    It is for this machine. The build collects prompts, generates the model's answers, counts
+    n-grams, trains a head, and times every method on prompts that were held out. It ends with the
+    fastest method and the command to run it, and writes report.html and a model card.
 
     Run the same command again to continue an interrupted build. More time or another --family
     repeats only the stages that change. build.yaml in the output folder records every decision and
@@ -135,12 +120,18 @@ def main(
         raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if continued.tunes():
-        continued.run(model, output, total, built)
-        return
-    if output is None:
+    choices = built.choices(model, total)
+    if built.before is not None and built.data is not None:
+        from drafthead.scripts.building.tuning import Tuning
+
+        new = output or built.before.with_name(f"{built.before.name}-tuned")
+        Tuning(choices, built.before, built.data, new).run()
+    elif built.before is not None or built.data is not None:
+        raise UserError("--continue FOLDER and --data FILE go together")
+    elif output is None:
         raise UserError("give --output, the folder of the build")
-    run(built.choices(model, total), output, plan)
+    else:
+        run(choices, output, plan)
 
 
 def run(choices: "Choices", output: Path, plan: bool) -> None:
@@ -155,7 +146,7 @@ def run(choices: "Choices", output: Path, plan: bool) -> None:
             folder.begin(choices)
             typer.echo(Building(choices, folder, Path(scratch)).first_plan())
         return
-    with only_writer(output / ".lock", output), full_disk_named(output):
+    with only_writer(output), full_disk_named(output):
         folder.begin(choices)
         building = Building(choices, folder)
         typer.echo(building.first_plan())

@@ -16,8 +16,8 @@ COMMANDS = (
 
 
 @settings(kw_only=True)
-class Turns(options.Answers):
-    """How the answers of a conversation are made: they may be longer."""
+class ChatTurns(options.Answers):
+    """Options of answers in a conversation: they may be longer."""
 
     max_new_tokens: MaxNewTokens = 512
 
@@ -28,7 +28,7 @@ def main(
     drafting: options.Drafting,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     show_drafts: Annotated[bool, typer.Option(help="Show accepted drafts in green.")] = False,
-    turns: Turns,
+    turns: ChatTurns,
     compile: CompileSwitch = None,
 ) -> None:
     """Chat with a model in the terminal. Each answer is followed by its speed.
@@ -36,7 +36,7 @@ def main(
     Without --draft, decoding is plain. /new starts a new conversation, /quit or Ctrl-D exits,
     Ctrl-C stops an answer and keeps its text. You can also pipe messages in, one per line.
     """
-    with options.starting(compile):
+    with options.starting(model):
         from rich.console import Console
 
         from drafthead.scripts import terminal

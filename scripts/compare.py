@@ -18,7 +18,7 @@ UNFINISHED = "unfinished.jsonl"  # in the output's folder, until the report is w
 
 @settings(kw_only=True)
 class Race(RaceTerms):
-    """What everybody decodes, how often, and how prompts are read."""
+    """Options of what everybody decodes, how often, and how prompts are read."""
 
     temperatures: Temperatures = ()  # of a race 0, beside theory 0 and 1
     limit: Annotated[
@@ -37,6 +37,7 @@ def main(
     model: options.Model,
     prompts: Annotated[
         str,
+        options.OfData,
         typer.Option(
             help="Prompts: a JSONL or Parquet file, a folder or a data set. Spec-Bench's question "
             "file works unchanged."
@@ -57,13 +58,13 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Time plain decoding, transformers' generate, lookup and each drafter on the same prompts.
+    """Time all methods on the same prompts: a table and a picture.
 
-    The methods take turns. Each --draft is timed alone and with lookup. In the table, "speedup" is
-    relative to plain decoding with drafthead, "over generate" to transformers' model.generate, and
-    "bound" is the speedup that tau and the measured phases allow. Prompts with a "category" are
-    also listed by category if they are decoded one by one. With --batch-size, tokens/s count all
-    prompts of a batch.
+    Plain decoding, transformers' generate, lookup and each drafter take turns. Each --draft is
+    timed alone and with lookup. In the table, "speedup" is relative to plain decoding with
+    drafthead, "over generate" to transformers' model.generate, and "bound" is the speedup that tau
+    and the measured phases allow. Prompts with a "category" are also listed by category if they are
+    decoded one by one. With --batch-size, tokens/s count all prompts of a batch.
 
     Run the same command again to continue an interrupted run. docs/theory.md explains the columns
     of --theory.
@@ -92,7 +93,7 @@ def run_race(
 ) -> None:
     """Race, print the table and write it; raises UserError for what cannot take part."""
     from drafthead.core.target.any_target import load_target
-    from drafthead.infer.loaded import DEFAULT_CHAIN
+    from drafthead.infer.loading.loaded import DEFAULT_CHAIN
     from drafthead.lab.races import racing, record
     from drafthead.lab.reports import comparison
 
@@ -130,10 +131,10 @@ def compare_with_theory(
     For every temperature: alpha, the chance that a drafted token is accepted, counted while
     decoding and computed from the distributions of target and draft; c, what drafting a token
     costs; the tokens per step, the speedup and the arithmetic that follow for chains of 1 to 16
-    tokens, and the best length; and why what is measured differs. Passes are not compiled.
+    tokens, and the best length; and why what is measured differs. Passes are not recorded.
     """
     from drafthead.infer import Decoder
-    from drafthead.infer.loaded import DEFAULT_CHAIN
+    from drafthead.infer.loading.loaded import DEFAULT_CHAIN
     from drafthead.lab.races import record
     from drafthead.lab.reports.theory import theory_report
     from drafthead.lab.speedup_model import MAX_CHAIN

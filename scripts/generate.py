@@ -38,7 +38,7 @@ def main(
     decoded, the speed to standard error. Several answers are printed with their numbers at the end.
     Penalties that you do not set with --set come from the model's generation_config.json.
     """
-    with options.starting(compile):
+    with options.starting(model):
         from drafthead.scripts import terminal
 
         text = terminal.prompt_text(prompt)

@@ -8,13 +8,13 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from functools import wraps
 from importlib import resources
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import Field
@@ -29,6 +29,7 @@ from drafthead.core.settings import (
     DtypeName,
     InShell,
     MaxNewTokens,
+    Refusing,
     Seed,
     TargetName,
     Temperature,
@@ -38,11 +39,20 @@ from drafthead.core.settings import (
     checked,
     declarations,
     help_of,
+    listed,
     names_of,
     settings,
     values,
 )
-from drafthead.scripts import late
+from drafthead.core.storage import large_pages
+from drafthead.core.storage.files import write_text
+from drafthead.core.storage.names import (
+    refuse_missing_data,
+    refuse_missing_draft,
+    refuse_missing_head,
+    refuse_missing_model,
+)
+from drafthead.core.target.gguf_files import gguf_of
 
 if TYPE_CHECKING:
     from drafthead.core.target.target import Target
@@ -60,53 +70,37 @@ def with_groups(main: Callable[..., None]) -> Callable[..., None]:
 
     The verb raises InterruptedVerbError instead of KeyboardInterrupt.
     """
-    groups: dict[str, Any] = {}
+    declared = signature(main, eval_str=True).parameters
+    groups: dict[str, Any] = {
+        name: p.annotation for name, p in declared.items() if is_dataclass(p.annotation)
+    }
     found: list[Parameter] = []
-    for parameter in signature(main, eval_str=True).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            found += group_parameters(parameter.annotation)
-        else:
-            found.append(parameter)
-    parameters = [*map(as_option, found)]
+    for name, parameter in declared.items():
+        found += signature(groups[name]).parameters.values() if name in groups else [parameter]
+    options = [*map(as_option, found)]
 
     @wraps(main)
-    def run(**options: Any) -> None:
+    def run(**given: Any) -> None:
         """The verb, with its groups made of their options."""
-        given = {name: value for name, value in options.items() if value is not None}
-        made = {
-            name: group(**{own: given[own] for own in names_of(group) & given.keys()})
-            for name, group in groups.items()
-        }
-        of_groups = {own for group in groups.values() for own in names_of(group)}
-        others = {name: value for name, value in options.items() if name not in of_groups}
+        for name, group in groups.items():
+            own = {option: given.pop(option) for option in names_of(group)}
+            given[name] = group(**{o: value for o, value in own.items() if value is not None})
         try:
-            main(**others, **made)
+            main(**given)
         except KeyboardInterrupt:
             raise InterruptedVerbError from None
 
     # What typer reads.
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
     return run
-
-
-def group_parameters(group: Any) -> list[Parameter]:
-    """The fields of a group as parameters."""
-    hints = get_type_hints(group, include_extras=True)
-    found = []
-    for own in fields(group):
-        hint = hints[own.name]
-        default = None if own.default in (MISSING, ()) else own.default
-        if own.default is own.default_factory is MISSING:
-            default = Parameter.empty
-        found.append(Parameter(own.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
-    return found
 
 
 def as_option(parameter: Parameter) -> Parameter:
     """A parameter as typer reads one: what it declares is its help, and checks what is given."""
     declared, default = parameter.annotation, parameter.default
+    if default is not Parameter.empty and not isinstance(default, str | int | float | Path):
+        default = None  # the field's own default is taken then
     parts = [*declarations(declared)]
     option = next((copy(part) for part in parts if isinstance(part, ParameterInfo)), None)
     if option is None:
@@ -120,10 +114,21 @@ def as_option(parameter: Parameter) -> Parameter:
         is_mapping = dict in [get_origin(part) for part in parts]
         shown = "NAME=VALUE" if is_mapping else f"<{get_args(kind)[0].__name__.lower()}>"
         option.metavar = option.metavar or shown
-    if option.callback is None and any(isinstance(part, FieldInfo) for part in parts):
-        option.callback = check_of(declared)
+
+    def check(option: typer.CallbackParam, value: Any) -> Any:
+        """The value as it came; UserError with the option's name for one that does not fit."""
+        if value in (None, []):
+            return None
+        checked(option.opts[0], declared, value)
+        for part in parts:
+            for name in listed(value) if isinstance(part, Refusing) else ():
+                part.refuse(str(name))
+        return value
+
+    if option.callback is None and any(isinstance(part, FieldInfo | Refusing) for part in parts):
+        option.callback = check
     hint: Any = Annotated[kind | None if default is None else kind, option]
-    return parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY)
+    return parameter.replace(annotation=hint, default=default, kind=Parameter.KEYWORD_ONLY)
 
 
 def shell_type(declared: Any) -> Any:
@@ -138,21 +143,12 @@ def shell_type(declared: Any) -> Any:
     return list[str] if origin is dict else declared
 
 
-def check_of(declared: Any) -> Callable[..., Any]:
-    """What refuses a value that is not as declared: UserError with the option's name."""
-
-    def check(option: typer.CallbackParam, value: Any) -> Any:
-        """The value as it came; None where none is given."""
-        if value in (None, []):
-            return None
-        checked(option.opts[0], declared, value)
-        return value
-
-    return check
-
-
+# Of names: what they mean is looked for before anything is imported.
+OfModel, OfHead = Refusing(refuse_missing_model), Refusing(refuse_missing_head)
+OfDraft, OfData = Refusing(refuse_missing_draft), Refusing(refuse_missing_data)
 HeadPath = Annotated[
     Path,
+    OfHead,
     typer.Argument(
         help="The head: a folder or file in any known format, OWNER/NAME on the hub, or "
         "smollm2-eagle3.",
@@ -163,8 +159,10 @@ Prompt = Annotated[
     str | None,
     typer.Option(help="The user's message. Read from standard input if you leave it out."),
 ]
+Named = Annotated[TargetName, OfModel]
 Questions = Annotated[
     str | None,
+    OfData,
     typer.Option(
         help="Prompts: a JSONL or Parquet file, a folder or a data set. By default a few questions."
     ),
@@ -176,6 +174,7 @@ AnswerLimit = Annotated[
     AtLeastOne, Field(description="Number of conversations to use, from the start of each file.")
 ]
 # What `train --init` and `build --family` take, and `head export --format`.
+PACKED = 7 / 8  # of a GGUF file's bytes, at least: rows of embeddings are read where they lie
 FILES = [Path(file.name) for file in resources.files("drafthead.configs").iterdir()]
 FAMILIES = ", ".join(sorted(f.stem for f in FILES if f.suffix == ".yaml" and "demo" not in f.stem))
 FORMATS = (
@@ -201,25 +200,43 @@ Strict = Annotated[
 ]
 NewFolder = Annotated[Path, typer.Option(help="Output folder. It must be new or empty.")]
 JsonFile = Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.")]
+
+
+def a_page(path: Path) -> Path:
+    """The path of a page; raises UserError for one that no browser takes for a page."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--output {path} must end in .html: it is a page for a browser")
+    return path
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write a page, and say so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, html)
+    typer.echo(f"{path} is written: open it in a browser")
+
+
+PageFile = Annotated[Path, typer.Option(help="HTML file to write.", callback=a_page)]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Start again instead of continuing the output file.")
 ]
 
 
 @contextmanager
-def starting(compile: bool | None) -> Iterator[None]:
+def starting(model: "Model") -> Iterator[None]:
     """Within it a verb imports and loads what it runs with, and the garbage collector waits.
 
     All that is made then stays, so looking through it again and again would find nothing: it takes
-    a tenth of a start. Nor is it looked through later. Without `compile` what decoding seldom uses
-    is imported late.
+    a tenth of a start. Nor is it looked through later. Memory for the model's blocks is touched
+    meanwhile.
     """
     gc.disable()
-    if not compile:
-        late.install()
     try:
+        if size := model.packed_bytes():
+            large_pages.ahead.touch(size)
         yield
     finally:
+        large_pages.ahead.taken()
         gc.freeze()
         gc.enable()
 
@@ -228,9 +245,18 @@ def starting(compile: bool | None) -> Iterator[None]:
 class Model:
     """The target, and how it is loaded."""
 
-    target: TargetName
+    target: Named
     dtype: DtypeName = "auto"
     device: DeviceName = "auto"
+
+    def packed_bytes(self) -> int:
+        """The bytes of memory that weights which stay in blocks will take at least.
+
+        Raises UserError as `gguf_of`.
+        """
+        stay = self.dtype == "auto" and self.device in ("auto", "cpu")
+        file = gguf_of(self.target) if stay else None
+        return 0 if file is None else int(PACKED * file.stat().st_size)
 
     def load(self) -> "Target":
         """The loaded model, a decoder-only one; raises UserError for any other."""
@@ -241,10 +267,11 @@ class Model:
 
 @settings(kw_only=True)
 class Drafting:
-    """What drafts, and how much."""
+    """Options of what drafts, and how much."""
 
     draft: Annotated[
         list[str] | None,
+        OfDraft,
         typer.Option(
             help="What proposes tokens: a head or draft model (folder or hub id), smollm2-eagle3 "
             "(the head for smollm2 that comes with drafthead), lookup (copies from the prompt"
@@ -291,7 +318,7 @@ class Drafting:
 
 @settings(kw_only=True)
 class Answers:
-    """How long answers become, and how their tokens are chosen."""
+    """Options of how long answers become, and how their tokens are chosen."""
 
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
@@ -344,14 +371,14 @@ class Answers:
 
 @settings(kw_only=True)
 class Rows:
-    """How rows of data are read."""
+    """Options of how rows of data are read."""
 
     prompt_column: PromptColumn = None
     template_arguments: TemplateArguments = field(default_factory=dict)
     strict: Strict = False
 
     def reading(self, source: str, max_length: int, limit: int | None) -> "Reading":
-        """How a source is read, cut to a number of tokens and of conversations."""
+        """The reading of a source, cut to a number of tokens and of conversations."""
         from drafthead.train.data.fitted_rows import Reading
 
         return Reading(

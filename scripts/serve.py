@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from ipaddress import ip_address
 from itertools import count, takewhile
 from pathlib import Path
@@ -29,6 +30,13 @@ def main(
         list[str] | None,
         typer.Option(envvar=KEY, help="Key that requests must bring, one of several. Repeatable."),
     ] = None,
+    admin_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that requests for other drafts must bring instead of an --api-key. "
+            "Repeatable."
+        ),
+    ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,28 +50,55 @@ def main(
     ] = 30,
     compile: CompileSwitch = None,
 ) -> None:
-    """Serve a model with OpenAI's API, a chat page at / and Prometheus metrics at /metrics.
+    """Serve a model with OpenAI's API, metrics and a chat page.
 
-    Without --draft, decoding is plain. On Ctrl-C or SIGTERM the server refuses new requests and
-    finishes running answers (see --grace).
+    The page is at /, metrics for Prometheus are at /metrics. Without --draft, decoding is plain. On
+    Ctrl-C or SIGTERM the server refuses new requests and finishes running answers (see --grace).
     """
     # An empty variable of the environment counts as none for typer.
     keys = [os.environ[KEY]] if not api_key and KEY in os.environ else api_key or []
-    if not all(key.strip() for key in keys):
+    if not all(key.strip() for key in [*keys, *(admin_key or ())]):
         raise UserError(f"the API key is empty: give --api-key or {KEY} a value, or unset it")
     refuse_taken(host, port)  # before anything is loaded
+    use_log_lines()
     if not keys and not is_loopback(host):
         logger.warning("anyone who can reach %s can use this server: set --api-key", host)
-    with options.starting(compile):
-        from drafthead.serve.app import listen, make_app
+    with options.starting(model):
+        from drafthead.serve.app import make_app
+        from drafthead.serve.decode_loop import spare_rows
+        from drafthead.serve.listening import listen
 
         decoder = drafting.decoder(model, compile)
     name, *others = served_model_name or (Path(model.target).name, model.target)
-    served = ServerOptions(name, model.target, tuple(others), tuple(keys), **vars(serving))
+    drafts = tuple(drafting.draft or ())
+    served = ServerOptions(
+        name, model.target, tuple(others), tuple(keys), tuple(admin_key or ()), drafts,
+        **vars(serving),
+    )  # fmt: skip
     app = make_app(decoder, served)
     if compile:  # before the first answer, not in the middle of it
-        decoder.warm_up(batch_sizes=sizes_up_to(serving.max_batch))
+        decoder.warm_up(batch_sizes=sizes_up_to(serving.max_batch + spare_rows(serving.max_batch)))
     listen(app, host, port, grace)
+
+
+class LogLines(logging.Formatter):
+    """Lines with their times in UTC, in which nothing that a client sends begins another line."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
+        """A message with names for characters that are not printed."""
+        record.message = "".join(
+            each if each.isprintable() else ascii(each)[1:-1] for each in record.message
+        )
+        return super().formatMessage(record)
+
+
+def use_log_lines() -> None:
+    """Give the lines of all loggers their times."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(LogLines("%(asctime)s %(message)s"))
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -77,7 +77,7 @@ def summary(result: DecodeResult) -> str:
 
 
 def messages() -> Iterator[str]:
-    """What the user writes, line by line, until /quit or the end of the input."""
+    """The lines that the user writes, until /quit or the end of the input."""
     if sys.stdin.isatty():
         import readline  # noqa: F401  # `input` then has a history, and arrow keys
     prompt = PROMPT if sys.stdin.isatty() else ""

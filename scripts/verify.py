@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import AtLeastOne, MaxNewTokens, RuleName, Seed, TopK, TopP, settings
+from drafthead.core.settings import (
+    AtLeastOne,
+    MaxNewTokens,
+    RepetitionPenalty,
+    RuleName,
+    Seed,
+    TopK,
+    TopP,
+    settings,
+)
 from drafthead.scripts import options
 
 TREE_NODES = 16  # of every proposal, when the user names no size
@@ -28,35 +37,33 @@ class Exact(options.Model):
 
 @settings(kw_only=True)
 class Sampling:
-    """How the tested answers are sampled."""
+    """Options of sampling the tested answers."""
 
     temperature: Annotated[
         float, typer.Option(help="Temperature of the sampled answers; 0 tests only greedy answers.")
     ] = 1.0
     top_k: TopK = 0
     top_p: TopP = 1.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Repetition penalty of the sampled answers; 1 is none.")
-    ] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
 
 @settings(kw_only=True)
-class Decoding(options.Drafting):
-    """What decodes the tested answers."""
+class TestedDecoding(options.Drafting):
+    """Options of what decodes the tested answers."""
 
     rule: RuleName = "auto"
     compile: Annotated[
         bool,
         typer.Option(
-            help="Test compiled decoding. The reference distribution still comes from passes that "
-            "are not compiled."
+            help="Test decoding with compiled layers, on a GPU. The reference distribution still "
+            "comes from passes that are not compiled."
         ),
     ] = False
 
 
 @settings(kw_only=True)
 class Amount:
-    """How much is tested."""
+    """Options of how much is tested."""
 
     prompts: options.Questions = None
     limit: options.PromptLimit = 4
@@ -74,12 +81,12 @@ class Amount:
 def main(
     *,
     model: Exact,
-    decoding: Decoding,
+    decoding: TestedDecoding,
     sampling: Sampling,
     amount: Amount,
     output: options.JsonFile = None,
 ) -> None:
-    """Test that decoding with a drafter gives the model's own text: PASS or FAIL.
+    """Test that drafts leave the model's own text: PASS or FAIL.
 
     Four tests compare: the acceptance rule with random tables whose distribution is known; the
     first tokens of sampled answers, and all later tokens, with the model's distribution; and greedy
@@ -87,7 +94,7 @@ def main(
     that it finds with 90 % probability.
 
     The rule auto is the one that decoding uses: match, or traversal for draft models and own layers
-    that are not compiled. Trees have 16 nodes unless you set --tree-nodes. The exit status is 0 for
+    that are not recorded. Trees have 16 nodes unless you set --tree-nodes. The exit status is 0 for
     PASS and 1 for FAIL.
     """
     from drafthead.core.sampling import SamplingConfig
@@ -103,9 +110,9 @@ def main(
     nodes = decoding.tree_nodes or TREE_NODES
     decoder = replace(decoding, tree_nodes=nodes).decoder(model, decoding.compile)
     assert decoder.drafter is not None and decoder.budget is not None
-    # The model as it is loaded, never compiled.
+    # The model as it is loaded, never recorded.
     reference = target_of(decoder.target.model, decoder.tokenizer)
-    default = "match" if decoding.compile else decoder.drafter.sampling_rule
+    default = "match" if decoder.target.backend.records else decoder.drafter.sampling_rule
     verifier = verifier_for(decoding.rule, sampling.temperature, default).name
     config = SamplingConfig(sampling.temperature, sampling.top_k, sampling.top_p)
     pair = SampledPair(decoder, reference, config, verifier, sampling.repetition_penalty)
@@ -117,7 +124,7 @@ def main(
         "sampling": asdict(config),
         "repetition_penalty": sampling.repetition_penalty,
         "tree_nodes": decoder.budget.nodes,
-        "compile": decoder.target.backend.compiles,
+        "compile": decoder.target.backend.fuses,
         "seed": amount.seed,
         "prompts": len(ids),
         "max_new_tokens": amount.max_new_tokens,

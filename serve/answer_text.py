@@ -31,23 +31,24 @@ class AnswerText(Stop):
         skip_special: bool = True,
         prompt: Sequence[int] = (),
         marks: Sequence[str] = (),
+        least: int = 0,
     ):
         """`bytes_of` tells those of a token; `stop_ids` are tokens that end the answer.
 
-        Special tokens may be part of its text, and `marks` always are.
+        Special tokens may be part of its text, and `marks` always are. No stop ends an answer of
+        fewer than `least` tokens.
         """
         super().__init__((), ())
-        special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
-        shown = special.intersection(map(tokenizer.convert_tokens_to_ids, marks))
+        added = tokenizer.added_tokens_decoder
+        special = {number for number, token in added.items() if token.special}
+        shown = {number for number in special if added[number].content in marks}
         self.hidden = special - shown if skip_special else set[int]()
         self.growing = GrowingAnswer(tokenizer, skip_special, prompt, shown)
-        self.bytes_of, self.stop_ids = bytes_of, stop_ids
+        self.bytes_of, self.stop_ids, self.least = bytes_of, stop_ids, least
         self.stops = [stop.encode() for stop in stops]
         self.longest = max(map(len, self.stops), default=0)
         self.read = bytearray()  # of all tokens
-        self.begins: list[
-            tuple[int, bool]
-        ] = []  # of each token's bytes, and whether they are shown
+        self.begins = list[tuple[int, bool]]()  # of each token's bytes, and whether they are shown
         self.decoded = ""
         self.places: list[int] = []  # where the text of each token begins
         self.drafted: list[bool] = []  # of each token that was shown
@@ -55,27 +56,30 @@ class AnswerText(Stop):
         self.shown = self.whole = 0  # characters, and tokens whose text was shown to its end
 
     def __call__(self, token: int) -> FinishReason | None:
-        """Why the answer ends with this token; None where it goes on."""
+        """Add a token; return why the answer ends with it, or None where it goes on."""
         before = len(self.decoded)
         self.places.append(before)
-        if token in self.stop_ids:
+        may_end = len(self.places) >= self.least
+        if token in self.stop_ids and may_end:
             self.decoded, self.stopped = self.decoded + self.growing.rest(), True
             return "stop_string"
         self.decoded += self.growing.add(token)
         if not self.stops:
             return None
-        start = max(0, len(self.read) - self.longest)
-        self.begins.append((len(self.read), token not in self.hidden))
+        old = len(self.read)
+        self.begins.append((old, token not in self.hidden))
         self.read += self.bytes_of(token)
-        found = [place for stop in self.stops if (place := self.read.find(stop, start)) >= 0]
-        if not found:
+        # Those that end in this token: one that came too early is never found again.
+        places = [self.read.find(stop, max(0, old + 1 - len(stop))) for stop in self.stops]
+        found = [place for place in places if place >= 0]
+        if not (found and may_end):
             return None
         self.decoded += self.growing.rest()
         self.decoded, self.stopped = self.decoded[: self._end_of_text(min(found))], True
         return "stop_string"
 
     def _end_of_text(self, place: int) -> int:
-        """How many characters of the text so far come before a place of the bytes."""
+        """Count the characters of the text so far that come before a place of the bytes."""
         parts, end = list[bytes](), len(self.read)
         for begin, is_shown in reversed(self.begins):
             if end <= place:
@@ -114,7 +118,7 @@ class AnswerText(Stop):
 
 
 def held(text: AnyStr, marks: Sequence[AnyStr]) -> int:
-    """How many last characters, or bytes, may begin a mark: 2 of ``a<t`` for ``<tool>``."""
+    """Count the last characters, or bytes, that may begin a mark: 2 of ``a<t`` for ``<tool>``."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     ends = range(longest, 0, -1)
     return next((n for n in ends if any(mark.startswith(text[-n:]) for mark in marks)), 0)
@@ -130,7 +134,7 @@ class Thoughts:
         self.end = 0  # characters of the text up to the end of the thoughts
 
     def add(self, text: str, ended: bool) -> tuple[str, str]:
-        """What of the text is thought, and what is said."""
+        """Return the text that is thought, and the text that is said."""
         self.waiting, self.read = self.waiting + text, self.read + len(text)
         thought = ""
         if self.state == "before":
@@ -167,7 +171,7 @@ class ToolCalls:
         self.count = 0
 
     def add(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
-        """What of the text is content, and the calls that are complete with it."""
+        """Return the part of the text that is content, and the calls that are complete with it."""
         self.waiting += text
         content = ""
         calls: list[dict[str, Any]] = []

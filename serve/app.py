@@ -1,45 +1,40 @@
 """The endpoints: OpenAI's and vLLM's, and a page to chat with."""
 
 import asyncio
-import hmac
 import json
 import logging
 import re
-import secrets
-import signal
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import uvicorn
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
 
 from drafthead.core.errors import UserError
+from drafthead.core.storage.files import plain_path
 from drafthead.infer import Decoder
+from drafthead.infer.loading.loaded import described, path_of
 from drafthead.serve import responses
-from drafthead.serve.connections import Connection, most_connections
 from drafthead.serve.decode_loop import DecodeLoop, Inbox
-from drafthead.serve.errors import ApiError, error_body, not_supported
+from drafthead.serve.errors import ApiError
+from drafthead.serve.gate import CAREFUL, DRAFTS, GONE, Gate, answer_to
 from drafthead.serve.items import ItemsResponse, ResponsesRequest
 from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.limits import Limits, longest_token
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DraftsRequest,
@@ -50,119 +45,12 @@ from drafthead.serve.protocol import (
 )
 from drafthead.serve.recording import Recorder
 from drafthead.serve.server_options import ServerOptions
+from drafthead.serve.waiting import Queue, Threads
 
-OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/favicon.ico")  # without a key
-REQUEST_ID = re.compile(r"[!-~]{1,128}")  # that a client may give; another one is replaced
-# What browsers are told: run nothing, show nothing within another page, guess no types.
-CAREFUL = {
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-READERS = 8  # threads that tokenise; while they do, others can work
-BODY_SECONDS = 60.0  # in which the body of a request has to follow its headers
+READERS = 8  # threads that read and tokenise; while they do, others can work
 logger = logging.getLogger(__name__)
-GONE = 499  # nginx's status of a client that has not waited for the answer
-Found = TypeVar("Found")
-
-
-def refusal(options: ServerOptions, scope: Scope) -> ApiError | None:
-    """Why a request is refused before it is read."""
-    headers = Headers(scope=scope)
-    host, origin = headers.get("host", ""), headers.get("origin")
-    # Others can make a name with a dot lead here, for a page in a browser of this machine.
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    own_names = {*map(str.lower, options.allowed_hosts)}
-    known = "." not in name or is_address(name) or {name.lower(), "*"} & own_names
-    if not known:
-        return ApiError(403, f"{name} is not a name of this server: see --allowed-host")
-    asking = {origin, "*"} & {*options.cors_origins}
-    if origin is not None and not asking and urlsplit(origin).netloc != host:
-        return ApiError(403, "pages of this origin may not ask: see --cors-origin")
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    key = given.strip().encode("latin-1")
-    is_right = any([hmac.compare_digest(key, own.encode()) for own in options.api_keys])
-    needs_key = bool(options.api_keys) and scope["path"] not in OPEN_PATHS
-    if needs_key and not (scheme.lower() == "bearer" and is_right):
-        return ApiError(401, "the API key is missing or wrong")
-    length = headers.get("content-length", "")
-    if length.isdigit() and int(length) > options.max_body:
-        return too_long(options)
-    return None
-
-
-def too_long(options: ServerOptions) -> ApiError:
-    """The error of a request that has too many bytes."""
-    return ApiError(413, f"the request has more than {options.max_body} bytes")
-
-
-def is_address(name: str) -> bool:
-    """Whether the host of a URL is an IP address, and no name."""
-    with suppress(ValueError):
-        return bool(ip_address(name.strip("[]")))
-    return False
-
-
-class Gate:
-    """Refuses requests that may not be asked, and adds headers that keep browsers careful.
-
-    Each request has an id, the client's `X-Request-Id` or a new one, and a line in the log.
-    """
-
-    def __init__(self, app: ASGIApp, options: ServerOptions):
-        self.app, self.options = app, options
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer with its error."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-
-        given, began = Headers(scope=scope).get("x-request-id", ""), time.monotonic()
-        id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        status = GONE
-
-        async def careful(message: Message) -> None:
-            """Send a part of the response."""
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = id
-                for name, value in CAREFUL.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        try:
-            await self._let_in(scope, receive, careful)
-        finally:
-            if scope["path"] not in OPEN_PATHS:
-                answer = scope.get("state", {}).get("answer")
-                used = "" if answer is None else f", {answer.account()}"
-                line = id, scope["method"], scope["path"], status, time.monotonic() - began, used
-                logger.info("%s: %s %s %d in %.2f s%s", *line)
-
-    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request that may be asked, up to its limits; answer another with its error."""
-        if (error := refusal(self.options, scope)) is not None:
-            return await answer_to(error)(scope, receive, send)
-        seen, is_read, end = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
-
-        async def counted() -> Message:
-            """The next part of the request; raises ApiError 413 for too much, 408 if it is late."""
-            nonlocal seen, is_read
-            try:
-                async with asyncio.timeout_at(None if is_read else end):
-                    message = await receive()
-            except TimeoutError as error:
-                raise ApiError(408, f"no body has come in {BODY_SECONDS:.0f} seconds") from error
-            is_read = not message.get("more_body", False)
-            seen += len(message.get("body", b""))
-            if seen > self.options.max_body:
-                raise too_long(self.options)
-            return message
-
-        return await self.app(scope, counted, send)
+Asked = TypeVar("Asked", bound=Body)
+Work = Callable[[Asked, Request], Awaitable[Response]]
 
 
 class Server:
@@ -174,12 +62,14 @@ class Server:
             raise UserError("a server needs a target with a fast tokenizer")
         decoder.target.refuse_encoder("serve")
         self.decoder, self.options, self.tokenizer = decoder, options, decoder.tokenizer
+        self.drafts = options.drafts
         lengths = [each for each in (options.max_length, decoder.max_length) if each]
         self.max_length = min(lengths, default=1 << 20)
         self.metrics = Metrics(options.model_name)
         decoder.memory.most_kept = options.max_batch if options.prefix_cache else 0
         self.started = int(time.time())
-        self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, options.max_queue)
+        self.queue = Queue(options.max_queue, options.max_wait)
+        self.loop = DecodeLoop(decoder, self.metrics, options.max_batch, self.queue)
         decoder.memory.most_bytes = options.max_kept << 20
         sampling = sampling_of(decoder.target.model) if options.model_sampling else {}
         grammars = JsonGrammars(decoder)
@@ -189,37 +79,75 @@ class Server:
             self.loop.recorder = Recorder(options.record, most, decoder, options.target)
         self.limits = Limits(self.max_length, longest_token(self.tokenizer.get_vocab()))
         # Several: one long text must not hold up the others. Fast tokenizers only read here.
-        self.reading = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
-        # One, of its own: schemas may take long to compile.
-        self.forming = ThreadPoolExecutor(1, thread_name_prefix="forming")
-
-    async def read(self, function: Callable[[], Found], has_form: bool = False) -> Found:
-        """What a function that tokenises, or compiles a form, returns, beside the event loop."""
-        threads = self.forming if has_form else self.reading
-        return await asyncio.get_running_loop().run_in_executor(threads, function)
+        self.reading = Threads(self.queue, READERS, "reading")
+        self.forming = Threads(self.queue, 1, "forming")  # schemas may take long to compile
+        self.loading = Threads(self.queue, 1, "loading")
+        self.ending = asyncio.Event()
 
     @property
     def is_ready(self) -> bool:
         """Whether one more answer can be asked for."""
-        return self.loop.thread.is_alive() and not self.loop.stopping and not self.loop.is_full
+        return self.loop.is_alive and not self.loop.stopping and not self.loop.line.is_full
 
-    def draft_with(self, draft: str | list[str]) -> Decoder:
-        """The decoder with other drafts, which decodes requests from now on."""
-        decoder = self.decoder.with_drafts(draft)
+    async def attend(self, kind: type[Asked], work: Work[Asked], request: Request) -> Response:
+        """The response to a body of a kind, which is read and worked on while its client waits."""
+        content_type = request.headers.get("content-type", "")
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+
+        async def attended() -> Response:
+            read = partial(self.limits.read, body, content_type, kind)
+            asked = await self.reading.do(request.state.client, len(body), read)
+            self.refuse_other(asked.model)
+            return await work(asked, request)
+
+        found = await unless_gone(request, attended(), self.ending)
+        return found or Response(status_code=GONE)
+
+    async def load(self, asked: DraftsRequest, request: Request) -> Response:
+        """Draft with something else from now on; requests at work go on as they began."""
+        drafts = [asked.draft] if isinstance(asked.draft, str) else asked.draft
+        await self.loading.do(request.state.client, 0, partial(self.draft_with, drafts))
+        return JSONResponse({"draft": asked.draft, "drafters": self.drafters})
+
+    def draft_with(self, drafts: Sequence[str]) -> None:
+        """Let other drafts decode requests from now on; raises UserError for what cannot draft."""
+        for path in filter(None, map(path_of, drafts)):
+            try:
+                plain_path(path, self.options.drafts_from)
+            except UserError as error:
+                raise UserError(f"{error} (see --drafts-from)") from error
+        decoder = self.decoder.with_drafts(drafts)
         self.decoder, self.reader = decoder, replace(self.reader, decoder=decoder)
         self.loop.go_on_with(decoder)
-        return decoder
+        self.drafts = tuple(drafts)
+        logger.info("answers are drafted by %s from now on", ", ".join(drafts) or "nothing")
+
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters, by the names that requests may choose."""
+        return [] if self.decoder.drafter is None else [*self.decoder.drafter.names]
+
+    async def respond(self, asked: ResponsesRequest, request: Request) -> Response:
+        """The next items of a conversation."""
+        chat = await self.reading.do(request.state.client, 0, asked.chat)
+        return await self.answer(chat, request, asked)
 
     async def answer(
         self,
         asked: ChatRequest | CompletionRequest,
         request: Request,
         items: ResponsesRequest | None = None,
-    ) -> Response | dict[str, Any]:
+    ) -> Response:
         """The response to a request for answers; `items` is what a chat was made of."""
-        self.refuse_other(asked.model)
-        inbox = Inbox()
-        jobs = await self.read(lambda: self.reader.jobs(asked, inbox), asked.has_form)
+        client = request.state.client
+        self.loop.line.refuse(1, client)
+        inbox, threads = Inbox(client, request.state.salt), self.reading
+        if asked.has_form:
+            threads = self.forming
+        jobs = await threads.do(client, 0, lambda: self.reader.jobs(asked, inbox))
         most = self.options.max_queue + self.options.max_batch
         if len(jobs) > most:
             raise ApiError(400, f"a request may have {most} answers here, not {len(jobs)}", "n")
@@ -230,31 +158,73 @@ class Server:
         if asked.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(found.stream(), 200, headers, "text/event-stream")
-        whole = await unless_gone(request, found.whole())
-        return Response(status_code=GONE) if whole is None else whole
+        return JSONResponse(await found.whole())
+
+    async def tokenize(self, asked: TextRequest, request: Request) -> Response:
+        """The tokens of a text or a conversation."""
+        read = partial(asked.prompts, self.decoder)
+        [ids] = await self.reading.do(request.state.client, 0, read)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.max_length})
+
+    async def detokenize(self, asked: TokensRequest, request: Request) -> Response:
+        """The text of tokens."""
+
+        def read() -> Any:
+            self.reader.refuse_unknown(asked.tokens, "tokens")
+            return self.tokenizer.decode(asked.tokens)
+
+        return JSONResponse({"prompt": await self.reading.do(request.state.client, 0, read)})
 
     def refuse_other(self, model: str | None) -> None:
         """Raise ApiError 404 for a model that is not the one that is served."""
         name = self.options.model_name
         if model not in (None, name, *self.options.other_names):
-            raise ApiError(404, f"there is no model {model}, only {name}", "model")
+            sentence = f"there is no model {model}, only {name}"
+            raise ApiError(404, sentence, "model", "model_not_found")
+
+    def described(self) -> str:
+        """Describe what is served, for the first line of the log."""
+        how = described(self.decoder.target, self.decoder.drafter)
+        drafts = ", ".join(self.drafts) or "nothing"
+        return (
+            f"drafthead {version('drafthead')} serves {self.options.model_name} ({how}), drafted "
+            f"by {drafts}, in a context of {self.max_length} tokens"
+        )
+
+    def end(self) -> None:
+        """Give up what is not answered yet, and tell those who wait."""
+        count = self.loop.line.end(ENDED)
+        self.ending.set()
+        logger.warning("the server ends: %d answers are broken off", count)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found | None:
-    """What some work returns; None, and the work is cancelled, when the client goes away."""
+ENDED = ApiError(503, "the server has ended before the answer")
+
+
+async def unless_gone(
+    request: Request, work: Coroutine[Any, Any, Response], ending: asyncio.Event
+) -> Response | None:
+    """Return the result of some work, or cancel it and return None when the client goes away.
+
+    Raises ApiError 503 where the server ends first.
+    """
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    ended = asyncio.create_task(ending.wait())
+    tasks: list[asyncio.Task[Any]] = [working, leaving, ended]
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() and not working.done():
+            raise ENDED
         return working.result() if working.done() else None
     finally:
-        for task in (working, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
@@ -272,15 +242,8 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
         if server.loop.recorder is not None:
             server.loop.recorder.close()
 
-    app = FastAPI(
-        dependencies=[Depends(server.limits)],
-        title="drafthead",
-        version=version("drafthead"),
-        lifespan=lifespan,
-        docs_url=None,  # its page loads scripts of others
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    # Bodies are read here and not by FastAPI, which would do so in the event loop.
+    app = FastAPI(openapi_url=None, lifespan=lifespan, redirect_slashes=False)
     app.state.server = server
     app.add_middleware(Gate, options=options)
     if options.cors_origins:
@@ -291,104 +254,48 @@ def make_app(decoder: Decoder, options: ServerOptions) -> FastAPI:
             allow_headers=["*"],
         )
     add_errors(app)
-    add_answers(app, server)
+    add_work(app, server)
     add_facts(app, server)
     return app
-
-
-def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; running answers then have `grace` seconds."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
-        signal.signal(number, lambda *_: None)
-    Connection.most = most_connections()
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        timeout_graceful_shutdown=grace,
-        access_log=False,
-        http=Connection,
-        backlog=Connection.most // 2,
-    )
-
-
-def answer_to(error: HTTPException) -> JSONResponse:
-    """The response to a request that is refused, or that failed."""
-    body = error_body(error.status_code, str(error.detail), getattr(error, "param", None))
-    own = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-    headers = {**(error.headers or {}), **own.get(error.status_code, {})}
-    return JSONResponse(body, error.status_code, headers)
 
 
 def add_errors(app: FastAPI) -> None:
     """Errors become OpenAI's JSON."""
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return answer_to(error)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return answer_to(error, request.scope)
 
     @app.exception_handler(UserError)
-    async def unfit(_: Request, error: UserError) -> JSONResponse:
-        return answer_to(ApiError(400, str(error)))
+    async def unfit(request: Request, error: UserError) -> JSONResponse:
+        return answer_to(ApiError(400, str(error)), request.scope)
 
     @app.exception_handler(Exception)  # it is logged with its traceback
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return answer_to(ApiError(500, f"the server failed: {type(error).__name__}"))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        """The field that is wrong; of a body that is no JSON object there is none."""
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:])
-        if first["type"] == "json_invalid" or not field:
-            message = "the body is no JSON object, or Content-Type is not application/json"
-            return answer_to(ApiError(400, message))
-        if first["type"] == "extra_forbidden":
-            return answer_to(not_supported(field))
-        return answer_to(ApiError(400, f"{field}: {first['msg']}", field))
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        sentence = f"the server failed: {type(error).__name__}"
+        return answer_to(ApiError(500, sentence), request.scope)
 
 
-def add_answers(app: FastAPI, server: Server) -> None:
-    """The endpoints that decode or tokenise."""
+def add_work(app: FastAPI, server: Server) -> None:
+    """The endpoints that do what a body asks for."""
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: ChatRequest, request: Request) -> Response | dict[str, Any]:
-        """The next message of a conversation."""
-        return await server.answer(asked, request)
+    def post(path: str, kind: type[Asked], work: Work[Asked]) -> None:
+        async def attend(request: Request) -> Response:
+            return await server.attend(kind, work, request)
 
-    @app.post("/v1/completions", response_model=None)
-    async def complete(asked: CompletionRequest, request: Request) -> Response | dict[str, Any]:
-        """What follows one text or several."""
-        return await server.answer(asked, request)
+        app.add_api_route(path, attend, methods=["POST"])
 
-    @app.post("/v1/responses", response_model=None)
-    async def respond(asked: ResponsesRequest, request: Request) -> Response | dict[str, Any]:
-        """The next items of a conversation."""
-        return await server.answer(asked.chat(), request, asked)
+    post("/v1/chat/completions", ChatRequest, server.answer)
+    post("/v1/completions", CompletionRequest, server.answer)
+    post("/v1/responses", ResponsesRequest, server.respond)
+    post("/tokenize", TextRequest, server.tokenize)
+    post("/detokenize", TokensRequest, server.detokenize)
+    post(DRAFTS, DraftsRequest, server.load)
 
-    @app.post("/v1/drafts")
-    async def load(asked: DraftsRequest) -> dict[str, Any]:
-        """Draft with something else from now on; requests at work go on as they began."""
-        server.refuse_other(asked.model)
-        if not server.options.api_keys:
-            raise ApiError(403, "drafts are changed with a key alone: start with --api-key")
-        decoder = await asyncio.to_thread(server.draft_with, asked.draft)
-        names = [] if decoder.drafter is None else [*decoder.drafter.names]
-        return {"draft": asked.draft, "drafters": names}
-
-    @app.post("/tokenize")
-    async def tokenize(asked: TextRequest) -> dict[str, Any]:
-        """The tokens of a text or a conversation."""
-        server.refuse_other(asked.model)
-        [ids] = await server.read(lambda: asked.prompts(server.decoder))
-        return {"tokens": ids, "count": len(ids), "max_model_len": server.max_length}
-
-    @app.post("/detokenize")
-    async def detokenize(asked: TokensRequest) -> dict[str, Any]:
-        """The text of tokens."""
-        server.refuse_other(asked.model)
-        server.reader.refuse_unknown(asked.tokens, "tokens")
-        return {"prompt": await server.read(lambda: server.tokenizer.decode(asked.tokens))}
+    @app.get(DRAFTS)
+    async def drafts() -> dict[str, Any]:
+        """Return what drafts now."""
+        return {"draft": server.drafts, "drafters": server.drafters}
 
 
 def add_facts(app: FastAPI, server: Server) -> None:
@@ -418,7 +325,7 @@ def add_facts(app: FastAPI, server: Server) -> None:
     @get("/health")
     async def health() -> Response:
         """Whether the decoding thread is alive."""
-        return Response(status_code=200 if server.loop.thread.is_alive() else 503)
+        return Response(status_code=200 if server.loop.is_alive else 503)
 
     @get("/ready")
     async def ready() -> Response:
@@ -432,7 +339,7 @@ def add_facts(app: FastAPI, server: Server) -> None:
 
     @get("/metrics")
     async def metrics() -> Response:
-        """What Prometheus reads."""
+        """Return the page that Prometheus reads."""
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
 
     @get("/")

@@ -15,13 +15,15 @@ from drafthead.infer import Decoder
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.answers.score_record import scored_prompt
 from drafthead.infer.request.request import Request
-from drafthead.infer.running_rows import RunningRows
+from drafthead.infer.scheduling.past import LEAST_SHARE
+from drafthead.infer.scheduling.running_rows import RunningRows
+from drafthead.infer.scheduling.tickets import Gain, Ticket
 from drafthead.infer.serving import newcomers_at_least
-from drafthead.infer.tickets import Gain, Ticket
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics
 from drafthead.serve.recording import Recorder, Source
+from drafthead.serve.waiting import Line, Queue, Visit
 
 logger = logging.getLogger(__name__)
 NUMBERS = count()
@@ -32,7 +34,7 @@ REASONS = {"end_token": "stop", "stop_string": "stop", "length": "length"}
 
 @dataclass(frozen=True)
 class Piece:
-    """What a pass has added to an answer, as a client sees it."""
+    """The part of an answer that a pass has added, as a client sees it."""
 
     parts: list[tuple[str, bool]]  # texts, drafted or not
     tokens: list[int]
@@ -52,14 +54,10 @@ class Inbox:
     Made in the event loop of that task.
     """
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, client: str = "", salt: str = ""):
+        """`salt` is of all requests of the client's key."""
+        self.client, self.salt, self.loop = client, salt, asyncio.get_running_loop()
         self.pieces: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue()
-
-    def put(self, job: int, piece: Piece | ApiError) -> None:
-        """Hand over a piece of an answer; called by the decoding thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self.pieces.put_nowait, (job, piece))
 
 
 @dataclass(eq=False)
@@ -76,10 +74,12 @@ class Job:
     reused: int = 0  # tokens of the prompt that were read before
     thinks: bool | None = False  # see `Form`
     source: Source | None = None  # where the answer may be recorded
+    visit: Visit | None = None
 
-    def send(self, piece: Piece | ApiError) -> None:
-        """Hand over a piece; called by the decoding thread."""
-        self.inbox.put(self.id, piece)
+    @property
+    def size(self) -> int:
+        """Most tokens that are read and written for it."""
+        return len(self.request.prompts[0]) + self.request.limits[0]
 
 
 class Scorings:
@@ -130,17 +130,18 @@ class DecodeLoop:
     What fails ends the answer that it belongs to and no other; the thread goes on whatever happens.
     """
 
-    def __init__(self, decoder: Decoder, metrics: Metrics, max_rows: int, max_queue: int):
-        self.decoder, self.max_rows = decoder, max_rows
-        self.max_queue, self.target = max_queue, decoder.target
-        self.least = newcomers_at_least(max_rows, decoder.target.device)
+    def __init__(self, decoder: Decoder, metrics: Metrics, max_rows: int, queue: Queue):
+        self.decoder, self.target = decoder, decoder.target
+        least = newcomers_at_least(max_rows, decoder.target.device)
+        self.line, self.scoring = Line(queue, max_rows, spare_rows(max_rows), least), Line(queue, 1)
+        self.max_rows = max_rows + spare_rows(max_rows)
         self.scorings = Scorings()
         self.rows = self._new_rows()
-        self.waiting: deque[Job] = deque()
+        self.newcomers: list[Job] = []  # answers that have a row from now on
         self.gone: set[int] = set()  # answers that nobody waits for any more
         self.running: dict[int, Job] = {}
         metrics.running.set_function(lambda: len(self.running))
-        metrics.waiting.set_function(lambda: len(self.waiting) + self.scorings.count)
+        metrics.waiting.set_function(lambda: queue.count)
         self.recorder: Recorder | None = None
         self.stopping = False
         self.next: Decoder | None = None  # which takes the place of the decoder at the next turn
@@ -153,6 +154,11 @@ class DecodeLoop:
         rows.others.append(self.scorings)
         return rows
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything is decoded."""
+        return self.thread.is_alive()
+
     def go_on_with(self, decoder: Decoder) -> None:
         """Decode requests from now on with a decoder of the same target."""
         decoder.memory.most_kept = self.decoder.memory.most_kept
@@ -162,48 +168,41 @@ class DecodeLoop:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue answers; raises ApiError 429 when too many wait."""
+        if not self.is_alive:
+            raise ApiError(503, "the decoding thread has ended: the server has to be started again")
+        for job in jobs:
+            begin, give_up = partial(self._begin, job), partial(self._give_up, job)
+            job.visit = Visit(job.inbox.client, job.size, begin, give_up)
+        self.line.enter([job.visit for job in jobs if job.visit is not None])
+
+    def _begin(self, job: Job) -> None:
+        """Let an answer have a row."""
         with self.changed:
-            self._refuse(len(jobs), self.max_rows - len(self.running))
-            self.waiting.extend(jobs)
+            self.newcomers.append(job)
             self.changed.notify()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether as many answers wait as may."""
-        free = self.max_rows - len(self.running)
-        return len(self.waiting) + self.scorings.count >= self.max_queue + free
-
-    def _refuse(self, count: int, free: int) -> None:
-        """Raise ApiError where so many answers more cannot wait, of which some have `free` rows."""
-        if not self.thread.is_alive():
-            raise ApiError(503, "the decoding thread has ended: the server has to be started again")
-        waiting = len(self.waiting) + self.scorings.count
-        if waiting + count > self.max_queue + free:
-            raise ApiError(
-                429,
-                f"{waiting} answers wait and {count} more are asked for, but the "
-                f"queue holds {self.max_queue}: try again later",
-            )
+    def _give_up(self, job: Job, error: ApiError) -> None:
+        """Tell a client that its answer does not come."""
+        job.inbox.pieces.put_nowait((job.id, error))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Decode these answers no further."""
         with self.changed:
-            ids = {job.id for job in jobs}
-            for job in self.waiting:
-                if job.id in ids:
-                    job.metrics.end("abort")
-            self.waiting = deque(job for job in self.waiting if job.id not in ids)
-            self.gone |= ids & self.running.keys()
+            self.gone |= {job.id for job in jobs}
             self.changed.notify()
+        for job in jobs:
+            if job.visit is not None and self.line.leave(job.visit):
+                job.metrics.end("abort")
 
-    async def score(self, prompt: Sequence[int], top: int) -> Logprobs:
-        """What the target thinks of a prompt's tokens; raises ApiError 429 when too many wait."""
-        found = asyncio.get_running_loop().create_future()
-        with self.changed:
-            self._refuse(1, 1)
-            self.scorings.waiting.append((scored_prompt(self.target, prompt, top), found))
-            self.changed.notify()
-        return await found
+    async def score(self, job: Job, top: int) -> Logprobs:
+        """Score the tokens of a prompt with the target; raises ApiError as `Line.place`."""
+        prompt = job.request.prompts[0]
+        async with self.scoring.place(job.inbox.client, len(prompt)):
+            found = asyncio.get_running_loop().create_future()
+            with self.changed:
+                self.scorings.waiting.append((scored_prompt(self.target, prompt, top), found))
+                self.changed.notify()
+            return await found
 
     def stop(self) -> None:
         """End the thread after its turn."""
@@ -225,10 +224,12 @@ class DecodeLoop:
     def _turn(self) -> None:
         """Wait for something to do, and do a part of it."""
         with self.changed:
-            while not (self.waiting or self.running or self.scorings.count or self.stopping):
+            while not (self.newcomers or self.running or self.scorings.count or self.stopping):
                 self.changed.wait()
             if self.stopping:
                 return
+            newcomers, self.newcomers = self.newcomers, []
+            self.running |= {job.id: job for job in newcomers}
             gone, self.gone = self.gone & self.running.keys(), set()
             ended = [self.running.pop(number) for number in gone]
             decoder, self.next = self.next, None
@@ -239,25 +240,21 @@ class DecodeLoop:
             self._free(gone)
             for job in ended:
                 job.metrics.end("abort")
-        for job in self._newcomers():
-            try:
-                self.rows.admit([Ticket(job.id, job.request)])
-            except Exception as error:
-                logger.exception("an answer cannot begin")
-                self._fail(job, failed(first_line(error)))
+        for job in newcomers:
+            if job.id not in gone:
+                self._admit(job)
         for gain in self.rows.step():
             self._deliver(gain)
         if self.running and not self.rows.count:
             raise RuntimeError("answers have lost their rows")
 
-    def _newcomers(self) -> list[Job]:
-        """Answers that waited and have a row from now on."""
-        with self.changed:
-            free = self.max_rows - self.rows.count
-            count = min(free, len(self.waiting)) if free >= self.least else 0
-            newcomers = [self.waiting.popleft() for _ in range(count)]
-            self.running |= {job.id: job for job in newcomers}
-        return newcomers
+    def _admit(self, job: Job) -> None:
+        """Let an answer begin."""
+        try:
+            self.rows.admit([Ticket(job.id, job.request)])
+        except Exception as error:
+            logger.exception("an answer cannot begin")
+            self._fail(job, failed(first_line(error)))
 
     def _free(self, ids: Collection[int]) -> None:
         """Free the rows of answers that are not wanted any more."""
@@ -272,7 +269,7 @@ class DecodeLoop:
         with self.changed:
             self.running.pop(job.id, None)
         job.metrics.end("error")
-        job.send(error)
+        self._hand_over(job, error, ended=True)
 
     def _deliver(self, gain: Gain) -> None:
         """Send what an answer has gained; one that cannot be sent ends with an error."""
@@ -293,9 +290,9 @@ class DecodeLoop:
     def _send(self, job: Job, gain: Gain) -> None:
         """Send what an answer has gained."""
         if not job.text.drafted:
-            # In steps: the exact number would tell what others have sent.
-            job.reused = gain.row.reused // REUSE_STEP * REUSE_STEP
-            job.metrics.note_prompt(len(job.request.prompts[0]), job.reused)
+            length = len(job.request.prompts[0])
+            job.reused = reported_reuse(gain.row.reused, length)
+            job.metrics.note_prompt(length, job.reused)
         job.metrics.note(len(gain.tokens), gain.proposed, gain.accepted)
         drafted = [place < gain.accepted for place in range(len(gain.tokens))]
         first = len(job.text.drafted)
@@ -310,4 +307,27 @@ class DecodeLoop:
                 ends = str(gain.row.finish_reason)
                 self.recorder.note(job.source, job.request, gain.row.tokens, ends)
         places = job.text.places[first:]
-        job.send(Piece(parts, gain.tokens, gain.logprobs, places, reason))
+        piece = Piece(parts, gain.tokens, gain.logprobs, places, reason)
+        self._hand_over(job, piece, gain.ended)
+
+    def _hand_over(self, job: Job, piece: Piece | ApiError, ended: bool) -> None:
+        """Let the client's task have a piece; the row of an answer that has ended is free."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            job.inbox.loop.call_soon_threadsafe(job.inbox.pieces.put_nowait, (job.id, piece))
+            if ended and job.visit is not None:
+                job.inbox.loop.call_soon_threadsafe(self.line.leave, job.visit)
+
+
+def spare_rows(max_rows: int) -> int:
+    """Return the number of rows beside, for clients that have none."""
+    return max(1, max_rows // 4)
+
+
+def reported_reuse(reused: int, length: int) -> int:
+    """Return the number of tokens of a prompt that are reported as read before.
+
+    It depends on whole steps alone: whether a single token was known would tell what others have
+    sent, and so would whether the known share sufficed to be reused.
+    """
+    whole = reused // REUSE_STEP * REUSE_STEP
+    return whole if whole >= LEAST_SHARE * length else 0

@@ -6,136 +6,101 @@ Nothing of a response is stored, so a conversation goes on by sending its items 
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal, Required
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from drafthead.infer.verifiers.base import options_of_rule
-from drafthead.serve.errors import ApiError, error_body, not_supported
-from drafthead.serve.protocol import ANY, Body, ChatRequest, Neutral
-from drafthead.serve.responses import Response, logger
+from drafthead.core.settings import AtLeastOne
+from drafthead.serve.errors import ApiError, not_supported
+from drafthead.serve.limits import checked
+from drafthead.serve.protocol import (
+    ANY,
+    KNOWN_IN_PARTS,
+    NEUTRAL,
+    ChatRequest,
+    JsonSchema,
+    Listed,
+    Neutral,
+    Sampled,
+)
+from drafthead.serve.responses import Response
 
 NEUTRAL_IN_RESPONSES: Neutral = {
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key"), ANY),
-    "prompt_cache_retention": ANY,
-    "service_tier": ("auto", "default"),
+    **{name: NEUTRAL[name] for name in ("service_tier", "priority", "prompt_cache_retention")},
+    "seed": (-1,),
+    "max_tool_calls": ANY,  # of the server's own tools, of which there are none
     "truncation": ("disabled",),
-    "background": (False,),
-    "include": ([],),
+    **dict.fromkeys(("background", "enable_response_messages"), (False,)),
+    # The thoughts themselves are in their item, which can be sent back as it is.
+    "include": ([], ["reasoning.encrypted_content"]),
     "top_logprobs": (0,),
     "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
 }
-# Of a request for an answer, which say the same here.
-SHARED = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
-    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *(
-        "chat_template_kwargs",
-        "cache_salt",
-        "draft",
-        "store",
-        "verifier",
-        "stream",
-        "parallel_tool_calls",
-    ),
-)
-PARTS = ("input_text", "output_text", "text", "reasoning_text")
-NAMED = ("id", "status", "summary", "encrypted_content", "annotations", "logprobs", "phase")
+OF_CHATS = (*Sampled.model_fields, "chat_template_kwargs", "parallel_tool_calls")
+TOLD = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # again in the response
+PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+NESTED = ("function", "allowed_tools", "json_schema")
+NAMED = ("id", "status", "encrypted_content", "annotations", "logprobs", "phase")
 
 
-class FunctionTool(TypedDict, total=False):
-    """A function that an answer may call, as Responses have them."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool | None
-
-
-class TextFormat(TypedDict, total=False):
+class TextFormat(JsonSchema, total=False):
     """The form of a text, as Responses have it."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    name: Any
-    description: Any
-    schema: dict[str, Any] | None
-    strict: Any
+    type: Required[Literal["text", "json_object", "json_schema"]]
 
 
 class TextOptions(TypedDict, total=False):
-    """How a text is written."""
+    """The format and the verbosity of a text."""
 
     format: TextFormat | None
     verbosity: Literal["medium"] | None
 
 
-class StreamObfuscation(TypedDict, total=False):
-    """How a stream is sent, which changes no text."""
-
-    include_obfuscation: Any
-
-
-class ResponsesRequest(Body):
+class ResponsesRequest(Sampled):
     """A request for the next items of a conversation."""
 
     neutral: ClassVar[Neutral] = NEUTRAL_IN_RESPONSES
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)  # `chat` looks at the others
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Listed[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    tools: list[FunctionTool] | None = None
+    max_output_tokens: AtLeastOne | None = None
+    tools: Listed[dict[str, Any]] | None = None  # looked at as those of the chat
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     text: TextOptions | None = None
-    stream_options: StreamObfuscation | None = None
-    previous_response_id: str | None = None
+    stream_options: dict[Literal["include_obfuscation"], Any] | None = None  # neutral
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, str], Field(default_factory=dict)]
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     def chat(self) -> ChatRequest:
         """The chat that a response is made of; raises ApiError 400 for what it has no place for."""
-        if self.previous_response_id is not None:
-            name = "previous_response_id"
-            raise ApiError(400, f"{name}: responses are not stored here, send their items", name)
-        others = self.model_extra or {}
-        known = {*SHARED, *options_of_rule(str(others.get("verifier")), ())} - {"rule_options"}
-        if unknown := [name for name in others if name not in known]:
-            raise not_supported(unknown[0])
         begin = [{"role": "system", "content": self.instructions}] if self.instructions else []
         said = [{"role": "user", "content": self.input}]
         items = self.input if isinstance(self.input, list) else said
-        given = {
-            "model": self.model,
+        given = {name: getattr(self, name) for name in self.model_fields_set.intersection(OF_CHATS)}
+        given |= given.pop("rule_options", {}) | {
             "messages": [*begin, *messages_of(items)],
             "max_completion_tokens": self.max_output_tokens,
             "tools": [nested(tool) for tool in self.tools or ()],
             "tool_choice": nested(self.tool_choice),
-            "response_format": self._format(),
+            "response_format": nested((self.text or {}).get("format")),
         }
-        try:
-            return ChatRequest.model_validate({**others, **given})
-        except ValidationError as error:
-            found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-            raise RequestValidationError(found) from error
-
-    def _format(self) -> dict[str, Any] | None:
-        """The form of a text as chats have it."""
-        form = (self.text or {}).get("format")
-        if form is None or form.get("type") != "json_schema":
-            return None if form is None else {"type": form["type"]}
-        return {
-            "type": "json_schema",
-            "json_schema": {n: v for n, v in form.items() if n != "type"},
-        }
+        return checked(ChatRequest, {"model": self.model, **given})
 
 
 def nested(given: Any) -> Any:
-    """A function as chats have it: within an object of its own."""
-    if not isinstance(given, dict) or given.get("type") != "function":
+    """A function, a choice of some or a form as chats have it: within an object of its own."""
+    if not isinstance(given, dict) or given.get("type") not in NESTED:
         return given
-    return {"type": "function", "function": {n: v for n, v in given.items() if n != "type"}}
+    inner = {name: value for name, value in given.items() if name != "type"}
+    if isinstance(inner.get("tools"), list):
+        inner["tools"] = [*map(nested, inner["tools"])]
+    return {"type": given["type"], given["type"]: inner}
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,30 +110,32 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for place, item in enumerate(items):
-        kind = item.get("type", "message")
+        where, kind = f"input.{place}", item.get("type", "message")
         rest = {n: v for n, v in item.items() if n not in (*NAMED, "type") and v is not None}
-        where = f"input.{place}"
-        answer = found[-1] if found and found[-1]["role"] == "assistant" else None
+        last = found[-1] if found and found[-1]["role"] == "assistant" else {}
         if kind == "message" and isinstance(rest.get("role"), str):
             role, content = rest.pop("role"), text_of(rest.pop("content", ""), where)
-            role = "system" if role == "developer" else role
-            is_open = role == "assistant" and answer is not None and "content" not in answer
-            message = answer if is_open and answer is not None else {"role": role}
-            message["content"] = content
-            found += [] if is_open else [message]
-        elif kind == "function_call_output":
-            call, output = rest.pop("call_id", None), text_of(rest.pop("output", ""), where)
-            found.append({"role": "tool", "tool_call_id": call, "content": output})
-        elif kind in ("function_call", "reasoning"):
-            if answer is None or (kind == "reasoning" and len(answer) > 1):
-                answer = {"role": "assistant"}
-                found.append(answer)
-            if kind == "reasoning":
-                answer["reasoning_content"] = text_of(rest.pop("content", ""), where)
+            if role == "assistant" and last and "content" not in last:
+                last["content"] = content
             else:
-                function = {"name": rest.pop("name", None), "arguments": rest.pop("arguments", "")}
-                call = {"id": rest.pop("call_id", None), "type": "function", "function": function}
-                answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
+                role = "system" if role == "developer" else role
+                found.append({"role": role, "content": content})
+        elif kind == "function_call_output":
+            named = {"name": rest.pop("name", None), "tool_call_id": rest.pop("call_id", None)}
+            output = text_of(rest.pop("output", ""), where)
+            found.append({"role": "tool", **named, "content": output})
+        elif kind == "reasoning":  # of other models it may have a summary alone, or no text
+            texts = [text_of(rest.pop(name, ""), where) for name in ("content", "summary")]
+            thought = texts[0] or texts[1]
+            if last.keys() == {"role", "reasoning_content"}:
+                last["reasoning_content"] += thought
+            elif thought:
+                found.append({"role": "assistant", "reasoning_content": thought})
+        elif kind == "function_call":
+            function = {"name": rest.pop("name", None), "arguments": rest.pop("arguments", "")}
+            call = {"id": rest.pop("call_id", None), "type": "function", "function": function}
+            found += [] if last else [{"role": "assistant"}]
+            found[-1]["tool_calls"] = [*found[-1].get("tool_calls", ()), call]
         else:
             raise ApiError(400, f"{where}: items of type {kind!r} are not supported", where)
         if rest:
@@ -185,7 +152,7 @@ def text_of(content: Any, where: str) -> str:
         is_text = isinstance(part, dict) and part.get("type", "text") in PARTS
         if not (is_text and isinstance(part.get("text"), str)):
             raise ApiError(400, f"{where}.content: only texts are read", f"{where}.content")
-        if unknown := part.keys() - {"type", "text", *NAMED}:
+        if unknown := part.keys() - {*KNOWN_IN_PARTS, *NAMED}:
             raise not_supported(f"{where}.content.{min(unknown)}")
         texts.append(part["text"])
     return "".join(texts)
@@ -220,17 +187,15 @@ class Items:
         yield self._event(f"response.{part['type']}.delta", self.open, delta=text, **more)
 
     def _call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        function, id = call["function"], f"fc_{secrets.token_hex(12)}"
-        head = {"id": id, "type": "function_call", "call_id": call["id"], "name": function["name"]}
-        begun = {**head, "arguments": "", "status": "in_progress"}
-        item = {**head, "arguments": function["arguments"], "status": "completed"}
+        of: dict[str, Any] = {"item_id": f"fc_{secrets.token_hex(12)}"}
+        said = call["function"]
+        item = {"id": of["item_id"], "type": "function_call", "call_id": call["id"], **said}
+        begun = {**item, "arguments": "", "status": "in_progress"}
         yield self._event("response.output_item.added", item=begun)
-        of, event = {"item_id": id, "output_index": len(self.done)}, "function_call_arguments"
-        yield {"type": f"response.{event}.delta", **of, "delta": function["arguments"]}
-        whole = {"name": function["name"], "arguments": function["arguments"]}
-        yield {"type": f"response.{event}.done", **of, **whole}
-        yield self._event("response.output_item.done", item=item)
-        self.done.append(item)
+        event = "response.function_call_arguments"
+        yield self._event(f"{event}.delta", **of, delta=said["arguments"])
+        yield self._event(f"{event}.done", **of, **said)
+        yield from self._done({**item, "status": "completed"})
 
     def end(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """The events of the end of the item that is open, if one is."""
@@ -241,6 +206,9 @@ class Items:
         more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
         yield self._event(f"response.{part['type']}.done", item, text=part["text"], **more)
         yield self._event("response.content_part.done", item, part=part)
+        yield from self._done(item)
+
+    def _done(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield self._event("response.output_item.done", item=item)
         self.done.append(item)
 
@@ -263,31 +231,19 @@ def new_item(kind: str) -> dict[str, Any]:
 class ItemsResponse(Response):
     """The response to one request for items, as a whole or as a stream."""
 
+    end = ""
+
     def __init__(self, request: ResponsesRequest, *made: Any):
         """Answers a request with what `Response` takes for the chat that was made of it."""
         super().__init__(*made)
-        self.request, self.items = request, Items()
-        self.head["id"] = f"resp_{secrets.token_hex(12)}"
+        self.request, self.items, self.numbers = request, Items(), count()
+        self.head["id"] = f"resp_{request.request_id or secrets.token_hex(12)}"
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the response."""
         async for _ in self._events():
             pass
         return self._response()
-
-    async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events; the last one has the whole response, or tells of an error."""
-        number = 0
-        try:
-            async for event in self._events():
-                yield written(event, number)
-                number += 1
-        except Exception as error:
-            if not isinstance(error, ApiError):
-                logger.exception("a stream failed")
-                error = ApiError(500, "the server failed")
-            told = dict(error_body(error.status_code, error.detail, error.param)["error"])  # type: ignore[call-overload]
-            yield written({**told, "type": "error", "code": told["type"]}, number)
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         for name in ("created", "in_progress"):
@@ -319,13 +275,13 @@ class ItemsResponse(Response):
             "incomplete_details": cut,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": {},
+            **{name: getattr(asked, name) for name in TOLD},
             "model": self.head["model"],
             "output": self.items.done,
             "parallel_tool_calls": chat.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": self.loop.recorder is not None and self.jobs[0].source is not None,
             "temperature": 1.0 if chat.temperature is None else chat.temperature,
             "text": {"format": form},
             "tool_choice": asked.tool_choice or "auto",
@@ -342,7 +298,7 @@ class ItemsResponse(Response):
         end = 0 if choice.thoughts is None else choice.thoughts.end
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": sum(place < end for place in choice.job.text.places)
@@ -350,8 +306,8 @@ class ItemsResponse(Response):
             "total_tokens": usage["total_tokens"],
         }
 
-
-def written(event: dict[str, Any], number: int) -> str:
-    """An event as it is sent, with its number."""
-    text = json.dumps({**event, "sequence_number": number})
-    return f"event: {event['type']}\ndata: {text}\n\n"
+    def _written(self, event: dict[str, Any]) -> str:
+        """An event as it is sent, with its number; that of an error has no object around it."""
+        event = {"type": "error", **event["error"]} if "error" in event else event
+        numbered = {**event, "sequence_number": next(self.numbers)}
+        return f"event: {event['type']}\ndata: {json.dumps(numbered)}\n\n"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from select import select
+from select import poll
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from llguidance.hf import from_tokenizer
 from transformers.generation.logits_process import LogitsProcessor
 
+from drafthead.core.drafting.form import AnswerForm, Forced
 from drafthead.infer import Decoder
+from drafthead.infer.scheduling.past import common_prefix
 from drafthead.serve.answer_text import CALL, END_OF_CALL, END_OF_THOUGHT, THOUGHT
 from drafthead.serve.errors import ApiError
 
@@ -41,6 +43,14 @@ def schema_grammar(schema: Any, field: str, spaces: Mapping[str, Any] = COMPACT)
     if not isinstance(schema, dict):
         raise ApiError(400, f"{field} is a JSON schema, which is an object", field)
     return {"json_schema": {"x-guidance": spaces, **schema}}
+
+
+def of_objects(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A schema for objects, which people often do not say; ApiError 400 for one without objects."""
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ApiError(400, f"{field}: the type of this schema is object, and not {kinds}", field)
+    return {**schema, "type": "object"}
 
 
 def text_grammar(kind: str, given: Any, field: str) -> dict[str, Any]:
@@ -65,7 +75,7 @@ def text_grammar(kind: str, given: Any, field: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer may be: a text of a grammar, or calls of functions."""
+    """The form of an answer: a text of a grammar, or calls of functions."""
 
     field: str  # of the request that asks for it
     text: Mapping[str, Any] | None = None  # a grammar
@@ -78,7 +88,7 @@ class Form:
         named = {} if self.text is None else {"text": self.text}
         calls = [f"call{number}" for number in range(len(self.functions))]
         for call, function in zip(calls, self.functions, strict=True):
-            schema = function.get("parameters") or {"type": "object"}
+            schema = of_objects(function.get("parameters") or {}, "tools")
             named |= {call: schema_grammar(schema, "tools", SPACED)}
         parts = [*(["@text"] if self.text is not None else []), *(["calls"] if calls else [])]
         before = {True: "thought ", False: "", None: f"({mark(THOUGHT)} thought)? "}[self.thinks]
@@ -108,15 +118,16 @@ class JsonGrammars:
 
     def __init__(self, decoder: Decoder):
         assert decoder.tokenizer is not None  # `Server` has seen to it
-        self.decoder, self.tokenizer, self.trial = decoder, decoder.tokenizer, GrammarTrial()
+        # Not the decoder: its drafter and what it has kept go when other drafts are loaded.
+        self.end_ids, self.vocab_size = decoder.end_ids, decoder.target.vocab_size
+        self.tokenizer, self.trial = decoder.tokenizer, GrammarTrial()
         self.known: dict[str, LLMatcher] = {}  # those that were asked for last, as they begin
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end an answer in a form: the target's, or else the tokenizer's own."""
-        ends = self.decoder.end_ids or {self.tokenizer.eos_token_id}
-        size = self.decoder.target.vocab_size
-        return frozenset(end for end in ends if end is not None and end < size)
+        ends = self.end_ids or {self.tokenizer.eos_token_id}
+        return frozenset(end for end in ends if end is not None and end < self.vocab_size)
 
     @cached_property
     def tokens(self) -> LLTokenizer | None:
@@ -124,7 +135,7 @@ class JsonGrammars:
 
         It takes a moment.
         """
-        size, ends = max(self.decoder.target.vocab_size, len(self.tokenizer)), sorted(self.ends)
+        size, ends = max(self.vocab_size, len(self.tokenizer)), sorted(self.ends)
         with suppress(ValueError):
             return from_tokenizer(self.tokenizer, n_vocab=size, eos_token=ends or None)  # type: ignore[arg-type]
         return None
@@ -136,13 +147,19 @@ class JsonGrammars:
         return self.tokens.decode_bytes([token])
 
     def mark(self, text: str) -> str:
-        """A mark in Lark's form: its token where that is a special one, else its text."""
-        number = self.tokenizer.convert_tokens_to_ids(text)
-        known = self.tokenizer.added_tokens_decoder.get(number)  # type: ignore[arg-type]
-        return f"<[{number}]>" if known is not None and known.special else json.dumps(text)
+        """A mark in Lark's form: its token where llguidance takes that for a special one, as it
+        does all added tokens in angle brackets; else its text.
+        """
+        assert self.tokens is not None
+        for number, added in self.tokenizer.added_tokens_decoder.items():
+            if added.content == text and self.tokens.is_special_token(number):
+                return f"<[{number}]>"
+        return json.dumps(text)
 
-    def mask(self, form: Form, prompt_length: int, least: int) -> "GrammarMask":
-        """The mask that keeps an answer in a form, from `least` tokens on to its end.
+    def mask(
+        self, form: Form, prompt_length: int, least: int, stops: Collection[int] = ()
+    ) -> "GrammarMask":
+        """The mask that keeps an answer in a form, and `least` tokens from its end and `stops`.
 
         Raises ApiError 400 for a form that allows no text, and for a target without an end.
         """
@@ -150,7 +167,8 @@ class JsonGrammars:
         if self.tokens is None or not self.ends:
             raise ApiError(400, "this model's tokens have no known bytes, or no end", field)
         matcher = self.compiled(form)
-        mask = GrammarMask(matcher, self.tokens.vocab_size, prompt_length, self.ends, least, field)
+        ends, size = self.ends.union(stops), self.vocab_size
+        mask = GrammarMask(matcher, self.tokens, prompt_length, ends, least, field, size)
         mask.allowed([])
         if matcher.is_stopped():
             raise ApiError(400, f"{field} is refused: no text has this form", field)
@@ -204,28 +222,45 @@ class GrammarTrial:
     def _answer(self, seconds: float | None) -> str:
         """The next line of the process; nothing where it has ended, or needs longer."""
         assert self.process is not None and self.process.stdout is not None
-        is_there, _, _ = select([self.process.stdout], [], [], seconds)
+        waiting = poll()  # `select` knows no files above the first 1,024
+        waiting.register(self.process.stdout)
+        is_there = waiting.poll(None if seconds is None else 1000 * seconds)
         return self.process.stdout.readline() if is_there else ""
 
 
-class GrammarMask(LogitsProcessor):
+class Reading:
+    """A matcher of a grammar, and the tokens that it has read."""
+
+    def __init__(self, matcher: LLMatcher):
+        self.matcher, self.path = matcher, list[int]()
+
+    def after(self, answer: Sequence[int]) -> LLMatcher:
+        """The matcher after an answer, from where it stood before."""
+        common = common_prefix(self.path, answer)
+        self.matcher.rollback(len(self.path) - common)
+        self.matcher.consume_tokens(list(answer[common:]))
+        self.path = list(answer)
+        return self.matcher
+
+
+class GrammarMask(LogitsProcessor, AnswerForm):
     """Minus infinity for every token that the grammar does not allow after an answer's tokens."""
 
     def __init__(
         self,
         matcher: LLMatcher,
-        vocab_size: int,
+        tokens: LLTokenizer,
         prompt_length: int,
         ends: Collection[int],
         least: int,
         field: str,  # of the request that asks for the form
+        size: int,  # of the target's vocabulary
     ):
         """Of an answer of fewer tokens than `least` the end is allowed where nothing else is."""
-        self.matcher, self.prompt_length, self.field = matcher, prompt_length, field
-        self.ends, self.least = sorted(ends), least
-        self.path: list[int] = []  # tokens that the matcher has read
-        self.words = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
-        self.places = torch.arange(32, dtype=torch.int32)
+        # A matcher that has failed stays so: what drafts ask must not end an answer.
+        self.text, self.drafts = Reading(matcher), Reading(matcher.deep_copy())
+        self.tokens, self.prompt_length, self.field = tokens, prompt_length, field
+        self.ends, self.least, self.size = sorted(ends), least, size
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The masked scores [M, V] after input_ids [M, T]."""
@@ -234,20 +269,40 @@ class GrammarMask(LogitsProcessor):
         return scores.masked_fill(~allowed, -torch.inf)
 
     def allowed(self, answer: Sequence[int]) -> torch.Tensor:
-        """Which tokens [V] may follow the answer; the nodes of a tree come in any order."""
-        pairs = zip(self.path, answer, strict=False)
-        common = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-        if common is None:
-            common = min(len(self.path), len(answer))
-        self.matcher.rollback(len(self.path) - common)
-        self.matcher.consume_tokens(list(answer[common:]))
-        self.path = list(answer)
-        if self.matcher.is_error():  # a form too hard to follow: this row fails, and no other
-            return torch.zeros(32 * len(self.words), dtype=torch.bool)
-        self.matcher.unsafe_compute_mask_ptr(self.words.data_ptr(), self.words.numel() * 4)
-        bits = (self.words[:, None] >> self.places) & 1
-        allowed = bits.flatten().bool()
+        """Mark the tokens [V] that may follow the answer; nodes of a tree come in any order."""
+        matcher = self.text.after(answer)
+        bias = bytearray(matcher.compute_logit_bias())  # not 0 where a token may follow
+        allowed = torch.frombuffer(bias, dtype=torch.uint8).bool()
+        if matcher.is_error():  # a form too hard to follow: this row fails, and no other
+            return torch.zeros_like(allowed)
         if len(answer) < self.least:
             longer = allowed.index_fill(0, torch.tensor(self.ends), False)
             return longer if longer.any() else allowed
         return allowed
+
+    def forced(self, answer: Sequence[int]) -> Forced:
+        if self._has_ended(answer):
+            return Forced([], [])
+        matcher = self.drafts.after(answer)
+        if matcher.is_stopped():
+            return Forced([], [] if matcher.is_error() else [[end] for end in self.ends[:1]])
+        text, sure = matcher.compute_ff_bytes(), matcher.compute_ff_tokens()
+        # A token that reaches beyond the forced text is allowed as well where some go on with it.
+        rest = text[len(self.tokens.decode_bytes(sure)) :]
+        # `":"` may be one token, or its last letter the beginning of the next one.
+        parts = [rest], [rest[:-1], rest[-1:]]
+        ways = [
+            [token for part in each for token in self.tokens.tokenize_bytes(part)] for each in parts
+        ]
+        if any(token >= self.size for each in (sure, *ways) for token in each):
+            return Forced([], [])
+        return Forced(sure, [way for n, way in enumerate(ways) if way and way not in ways[:n]])
+
+    def legal(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
+        if self._has_ended(answer):
+            return 0
+        return self.drafts.after(answer).validate_tokens(list(tokens))
+
+    def _has_ended(self, answer: Sequence[int]) -> bool:
+        """Whether an answer has its end, which a matcher may not read: it could not go back."""
+        return bool(answer) and answer[-1] in self.ends

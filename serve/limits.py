@@ -1,36 +1,52 @@
-"""What a request may cost: looked at in its JSON, before it is checked, tokenised or decoded."""
+"""Reading bodies: what a request may cost is counted in its bytes before anything walks it."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import Request
+from pydantic import ValidationError
+from pydantic_core import from_json
 
-from drafthead.serve.errors import ApiError
-from drafthead.serve.protocol import MOST_CHOICES
+from drafthead.serve.errors import ApiError, beyond_context, not_supported
+from drafthead.serve.protocol import MOST_CHOICES, Body
 
+MOST_PARTS = 1 << 15  # texts, lists and objects of a body; numbers cost next to nothing
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256  # each of them is looked for after each token
 MOST_BIASES = 1024
-TEXTS = ("messages", "tools", "chat_template_kwargs", "input", "instructions")  # of prompts
+# Of prompts.
+TEXTS = ("messages", "tools", "chat_template_kwargs", "input", "instructions")
+HUGE = re.compile(rb"\d[eE]|\d{300}")  # in a number that may not be finite
+Asked = TypeVar("Asked", bound=Body)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the requests to one server may cost."""
+    """The most that requests to one server may cost."""
 
     max_length: int  # tokens of a prompt and its answer
     token_characters: int  # of the longest token
 
-    async def __call__(self, request: Request) -> None:
-        """Refuse the JSON of a request that would cost too much; what is no JSON costs nothing."""
-        if request.method != "POST":
-            return
+    def read(self, body: bytes, content_type: str, kind: type[Asked]) -> Asked:
+        """The request of a body; raises ApiError 400, with the name of the field, for what is none.
+
+        What takes long for a large body is done by functions in C, none of which makes an object
+        for each part of it before these are counted.
+        """
+        numbers = counted(body)
         try:
-            given = await request.json()
-        except (ValueError, RecursionError):
-            return
-        if isinstance(given, dict):
-            self.refuse_costly(given)
+            if "json" not in content_type:
+                raise ValueError("Content-Type is not application/json")
+            given = from_json(body, allow_inf_nan=False)
+            if not isinstance(given, dict):
+                raise ValueError("expected { and fields")
+            if HUGE.search(numbers):
+                json.dumps(given, allow_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON object: {error}") from error
+        self.refuse_costly(given)
+        return checked(kind, given)
 
     def refuse_costly(self, given: Mapping[str, Any]) -> None:
         """Raise ApiError 400, with the name of the field, for JSON that would cost too much."""
@@ -44,14 +60,15 @@ class Limits:
             self.refuse_long(each, "prompt")
         self.refuse_long([given.get(name) for name in TEXTS], "messages")
         self.refuse_long(given.get("tokens"), "tokens")
-        stop, bias = given.get("stop"), given.get("logit_bias")
+        stop = given.get("stop")
         given_stops = stop if isinstance(stop, list) else [stop]
         stops = [len(each) if isinstance(each, str) else 0 for each in given_stops]
         if len(stops) > MOST_STOPS or max(stops, default=0) > MOST_STOP_CHARACTERS:
             most = f"{MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters"
             raise ApiError(400, f"stop may have {most} at most", "stop")
-        if isinstance(bias, dict) and len(bias) > MOST_BIASES:
-            raise ApiError(400, f"logit_bias may have {MOST_BIASES} tokens at most", "logit_bias")
+        for field in ("logit_bias", "stop_token_ids"):
+            if isinstance(given.get(field), dict | list) and len(given[field]) > MOST_BIASES:
+                raise ApiError(400, f"{field} may have {MOST_BIASES} tokens at most", field)
 
     def refuse_long(self, given: Any, field: str) -> None:
         """Raise ApiError 400 for texts with too many characters for the context, or too many parts.
@@ -70,12 +87,35 @@ class Limits:
                 rest += part if len(part) <= self.max_length and not is_tokens(part) else ()
             size += 1
         if size > most:
-            raise ApiError(
-                400,
-                f"a prompt and its answer have at most {self.max_length} tokens here, which "
-                f"{field} cannot fit into: shorten it",
-                field,
+            raise beyond_context(
+                self.max_length, f"which {field} cannot fit into: shorten it", field
             )
+
+
+def counted(body: bytes) -> bytes:
+    """Return JSON without its texts; raises ApiError 400 for too many texts, lists and objects.
+
+    Of ``{"a": [1, "\\""]}`` this is ``{: [1, ]}``, with two texts, a list and an object.
+    """
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    texts, outside = plain.count(b'"') // 2, b""
+    if texts <= MOST_PARTS:
+        outside = b"".join(plain.split(b'"')[::2])
+    if texts + outside.count(b"[") + outside.count(b"{") > MOST_PARTS:
+        raise ApiError(400, f"a body may have {MOST_PARTS} texts, lists and objects at most")
+    return outside
+
+
+def checked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
+    """The fields of a request; raises ApiError 400 for the first that is wrong."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        raise not_supported(field)
+    raise ApiError(400, f"{field}: {first['msg']}", field)
 
 
 def is_tokens(given: Sequence[Any]) -> bool:

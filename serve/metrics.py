@@ -1,4 +1,4 @@
-"""What a server counts, under vLLM's names: dashboards and load testers read them unchanged."""
+"""Metrics of a server, under vLLM's names: dashboards and load testers read them unchanged."""
 
 import time
 from collections import Counter
@@ -53,7 +53,7 @@ class Metrics:
         return made.labels(*self.labels)
 
     def page(self) -> bytes:
-        """What is scraped."""
+        """Return the page that Prometheus scrapes."""
         return prometheus.generate_latest(self.registry)
 
     def note_step(self, proposed: int, accepted: int) -> None:
@@ -67,7 +67,7 @@ class Metrics:
 
 @dataclass
 class AnswerMetrics:
-    """What one answer took, counted for the server as well."""
+    """The time, steps and drafts of one answer, counted for the server as well."""
 
     server: Metrics
     began: float = field(default_factory=time.monotonic)
@@ -102,7 +102,7 @@ class AnswerMetrics:
 
 
 def speculation(answers: list[AnswerMetrics]) -> dict[str, Any]:
-    """How drafts fared in some answers, in vLLM's form."""
+    """Return statistics of the drafts in some answers, in vLLM's form."""
     steps = sum((answer.steps for answer in answers), Counter[int]())
     count = steps.total()
     accepted = sum(length * times for length, times in steps.items())

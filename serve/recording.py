@@ -2,16 +2,15 @@
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.storage.row_file import RowFile
 from drafthead.core.target.loading import vocabulary_of
 from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.infer import Decoder
@@ -22,53 +21,49 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """What an answer is recorded with: the messages, or the text, that it is the answer to."""
+    """The source of a recorded answer: the messages, or the text, that it is the answer to."""
 
     messages: Sequence[Mapping[str, Any]]
     arguments: Mapping[str, Any]  # of the chat template
 
 
 class Recorder:
-    """The file of a server's answers, up to so many bytes; rows are written in a thread of its own.
+    """The file of the answers of a server or of several, up to so many bytes.
 
-    What is no text of the target alone is left out: answers in a form, with penalties or biases, by
-    a lossy rule, and those that a client asks not to store.
+    Rows are written in a thread of its own. What is no text of the target alone is left out:
+    answers in a form, with penalties or biases, by a lossy rule, those that a client asks not to
+    store, and what follows an answer's end.
     """
 
     def __init__(self, path: Path, most_bytes: int, decoder: Decoder, target: str):
         """Goes on with a file of the same target; raises UserError for another, or no place."""
         assert decoder.tokenizer is not None
         self.path, self.most_bytes, self.tokenizer = path, most_bytes, decoder.tokenizer
+        self.end_ids = frozenset(decoder.end_ids)
         self.about = {
             "target": target,
             "vocabulary": vocabulary_of(decoder.tokenizer),
             "target_weights": weights_fingerprint(decoder.target),
         }
+        self.file = RowFile(path, private=True)  # these are users' messages
         try:
-            # Only for whoever runs the server: these are users' messages.
-            self.file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-            self._go_on()
-        except (OSError, ValueError) as error:
-            raise UserError(f"answers cannot be recorded in {path}: {first_line(error)}") from error
+            first = json.loads(next(self.file.rows(), "null")) or self.about
+            is_ours = all(
+                first.get(name) == self.about[name] for name in self.about if name != "target"
+            )
+        except (AttributeError, ValueError):
+            is_ours = False
+        if not is_ours:
+            raise UserError(
+                f"{path} has no answers of this model: choose another file to record in"
+            )
+        self.file.cut()
         self.full, self.writing = False, ThreadPoolExecutor(1, thread_name_prefix="recording")
         logger.warning(
             "answers are recorded with their prompts in %s, up to %d MiB: tell your users",
             path,
             most_bytes >> 20,
         )
-
-    def _go_on(self) -> None:
-        """Cut off what a kill has left of a row; ValueError where other rows are there."""
-        if first := self.file.readline():
-            row = json.loads(first)
-            if any(row.get(name) != self.about[name] for name in ("vocabulary", "target_weights")):
-                raise ValueError("it holds answers of another model: choose another file")
-        self.size = 0
-        if self.file.seek(0, os.SEEK_END):
-            with mmap(self.file.fileno(), 0, access=ACCESS_READ) as lines:
-                self.size = lines.rfind(b"\n") + 1
-        self.file.truncate(self.size)
-        self.file.seek(self.size)
 
     def note(self, source: Source, request: Request, answer: Sequence[int], reason: str) -> None:
         """Record an answer [T] and why it ended; called by the decoding thread."""
@@ -80,13 +75,16 @@ class Recorder:
         """Stop recording where a row could not be made or written; answers go on."""
         if (error := writing.exception()) is not None and not self.full:
             self.full = True
-            reason = first_line(error)
-            logger.warning("%s: no more answers are recorded: %s", self.path, reason)
+            logger.warning("no more answers are recorded: %s", first_line(error))
 
     def _write(self, source: Source, request: Request, answer: list[int], reason: str) -> None:
-        if self.full:  # since this row was noted; a part of one may end the file
+        if self.full:  # since this row was noted
             return
-        finished = bool(answer) and answer[-1] in request.end_ids
+        ends = request.end_ids or self.end_ids  # none of a request that ignores them
+        finished = not ends.isdisjoint(answer)
+        if finished:
+            last = next(place for place, token in enumerate(answer) if token in ends)
+            answer, reason = answer[: last + 1], "stop"
         text = self.tokenizer.decode(answer[:-1] if finished else answer)
         said = {"role": "assistant", "content": text, "finished": finished}
         tools = {name: source.arguments[name] for name in ("tools",) if name in source.arguments}
@@ -107,11 +105,7 @@ class Recorder:
             **({"chat_template_kwargs": others} if others else {}),
         }
         line = json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n"
-        if self.size + len(line) > self.most_bytes:
-            raise UserError(f"{self.most_bytes >> 20} MiB are full")
-        self.file.write(line)
-        self.file.flush()
-        self.size += len(line)
+        self.file.append(line, self.most_bytes)
 
     def close(self) -> None:
         """Write what waits, and close the file."""

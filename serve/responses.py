@@ -1,10 +1,11 @@
-"""What clients get: OpenAI's JSON of whole answers and of streams."""
+"""Responses to clients: OpenAI's JSON of whole answers and of streams."""
 
+import asyncio
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,7 @@ from drafthead.serve.decode_loop import DecodeLoop, Job, Piece
 from drafthead.serve.errors import ApiError, error_body
 from drafthead.serve.json_grammar import GrammarMask
 from drafthead.serve.metrics import speculation
-from drafthead.serve.protocol import ChatRequest, CompletionRequest, Reader
+from drafthead.serve.protocol import Asked, ChatRequest, CompletionRequest, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,8 @@ class Choice:
 
     job: Job
     reader: Reader
-    is_chat: bool
-    tools: ToolCalls | None
-    asked: ChatRequest | CompletionRequest
+    asked: Asked
+    tools: ToolCalls | None = None
     thoughts: Thoughts | None = None
     thought: str = ""
     text: str = ""
@@ -41,30 +41,27 @@ class Choice:
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """The choice of a chunk for a piece, which becomes a part of the whole."""
-        text, thought = piece.text, ""
+        text, thought, ended = piece.text, "", piece.finish_reason is not None
         calls: list[dict[str, Any]] = []
         if self.thoughts is not None:
-            thought, text = self.thoughts.add(text, piece.finish_reason is not None)
+            thought, text = self.thoughts.add(text, ended)
         if self.tools is not None:
-            text, calls = self.tools.add(text, piece.finish_reason is not None)
+            text, calls = self.tools.add(text, ended)
             if not (isinstance(self.asked, ChatRequest) and self.asked.parallel_tool_calls):
                 calls = calls[: max(0, 1 - len(self.calls))]
+        logprobs = None if piece.logprobs is None else self._logprobs(piece, piece.logprobs)
+        for name, values in (logprobs or {}).items():
+            self.logprobs = self.logprobs or {}
+            self.logprobs[name] = [*self.logprobs.get(name, ()), *values]
         self.text, self.calls = self.text + text, self.calls + calls
         self.thought += thought
         self.tokens += piece.tokens
-        logprobs = None
-        if piece.logprobs is not None:
-            logprobs = self._logprobs(piece, piece.logprobs)
-            whole = self.logprobs or {}
-            self.logprobs = {
-                name: [*whole.get(name, ()), *values] for name, values in logprobs.items()
-            }
-        reason = piece.finish_reason
-        self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
+        called = piece.finish_reason == "stop" and self.calls
+        self.finish_reason = "tool_calls" if called else piece.finish_reason
         said: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            said = {"delta": {"content": text} | ({"tool_calls": calls} if calls else {})}
-            said["delta"] |= {"reasoning_content": thought} if thought else {}
+        if isinstance(self.asked, ChatRequest):
+            delta = {"content": text} | ({"tool_calls": calls} if calls else {})
+            said = {"delta": delta | ({"reasoning_content": thought} if thought else {})}
         if self.asked.return_drafted:
             said["drafted"] = [{"text": part, "drafted": drafted} for part, drafted in piece.parts]
         return self._choice(said, logprobs, piece.tokens)
@@ -78,59 +75,60 @@ class Choice:
         if record is not None:
             growing = GrowingAnswer(tokenizer, self.asked.skip_special_tokens)
             places = [0, *accumulate(len(growing.add(token)) for token in prompt)][:-1]
-            raw, top = [None, *record.raw], [None, *record.top]
-            self.logprobs = completion_logprobs(prompt, raw, top, places, self.reader.text_of)
+            record = Logprobs([], [None, *record.raw], [None, *record.top])  # type: ignore[list-item]
+            self.logprobs = completion_logprobs(prompt, record, places, self.reader)
         given = self.asked.texts[self.job.prompt]
         [text] = texts_of([prompt], tokenizer, self.asked.skip_special_tokens)
         self.text = given if isinstance(given, str) else text
         self.echoed, self.finish_reason = len(self.text), finish_reason
         return self._choice({"text": self.text}, self.logprobs)
 
+    @property
+    def prompt_ids(self) -> dict[str, list[int]]:
+        """The tokens of the prompt, where they are asked for."""
+        ids = self.job.request.prompts[0]
+        return {"prompt_token_ids": list(ids)} if self.asked.return_token_ids else {}
+
     def whole(self) -> dict[str, Any]:
         """The choice of a response that is no stream."""
-        said: dict[str, Any] = {}
-        if self.asked.return_token_ids:
-            said["prompt_token_ids"] = list(self.job.request.prompts[0])
-        if not self.is_chat:
-            return self._choice({**said, "text": self.text}, self.logprobs, self.tokens)
+        if not isinstance(self.asked, ChatRequest):
+            said = {"text": self.text, **self.prompt_ids}
+            return self._choice(said, self.logprobs, self.tokens)
         content = self.text if self.text or not self.calls else None
         calls = [{name: call[name] for name in ("id", "type", "function")} for call in self.calls]
         message = {"role": "assistant", "content": content, "refusal": None}
         message |= {"reasoning_content": self.thought} if self.thought else {}
-        said["message"] = message | ({"tool_calls": calls} if calls else {})
-        return self._choice(said, self.logprobs, self.tokens)
+        message |= {"tool_calls": calls} if calls else {}  # type: ignore[dict-item]
+        return self._choice({**self.prompt_ids, "message": message}, self.logprobs, self.tokens)
 
     def reason_of(self, error: ApiError) -> ApiError:
         """The error of an answer; of one whose form allows no next token it is the form's."""
         masks = [each for row in self.job.request.processors for each in row]
-        forms = [each for each in masks if isinstance(each, GrammarMask)]
-        for form in forms:
-            if not form.allowed(self.tokens).any():
-                return ApiError(
-                    400, f"{form.field} is too hard to follow, or has no end", form.field
-                )
+        for form in masks:
+            if isinstance(form, GrammarMask) and not form.allowed(self.tokens).any():
+                sentence = f"{form.field} is too hard to follow, or has no end"
+                return ApiError(400, sentence, form.field)
         return error
 
     def _choice(
         self, said: dict[str, Any], logprobs: Any, tokens: Sequence[int] = ()
     ) -> dict[str, Any]:
+        refusal = {"refusal": None} if isinstance(self.asked, ChatRequest) else {}
         return {
             "index": self.job.choice,
             **said,
             **({"token_ids": list(tokens)} if self.asked.return_token_ids else {}),
-            "logprobs": logprobs,
+            "logprobs": logprobs and {**logprobs, **refusal},
             "finish_reason": self.finish_reason,
         }
 
     def _logprobs(self, piece: Piece, record: Logprobs) -> dict[str, list[Any]]:
         """The log-probabilities of a piece's tokens, in the form of the request."""
-        if self.is_chat:
+        if isinstance(self.asked, ChatRequest):
             return {"content": chat_logprobs(piece.tokens, record, self.reader)}
         known = [self.echoed + place for place in piece.places]
         places = [*known, *[len(self.text)] * (len(piece.tokens) - len(known))]
-        return completion_logprobs(
-            piece.tokens, record.raw, record.top, places, self.reader.text_of
-        )
+        return completion_logprobs(piece.tokens, record, places, self.reader)
 
 
 def chat_logprobs(tokens: Sequence[int], record: Logprobs, reader: Reader) -> list[dict[str, Any]]:
@@ -147,27 +145,21 @@ def chat_logprobs(tokens: Sequence[int], record: Logprobs, reader: Reader) -> li
 
 
 def completion_logprobs(
-    tokens: Sequence[int],
-    raw: Sequence[float | None],
-    tops: Sequence[Sequence[tuple[int, float]] | None],
-    places: Sequence[int],
-    text_of: Callable[[int], str],
+    tokens: Sequence[int], record: Logprobs, places: Sequence[int], reader: Reader
 ) -> dict[str, list[Any]]:
     """Tokens with their log-probabilities, as text completions have them."""
 
-    def named(top: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
-        """Alternatives to a token by their texts."""
-        if top is None:
-            return None
+    def named(top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Alternatives to a token by their texts: the best, which comes first, of equal ones."""
         found: dict[str, float] = {}
-        for token, value in top:  # the best of those that look alike
-            found.setdefault(text_of(token), value)
+        for token, value in top:
+            found.setdefault(reader.text_of(token), value)
         return found
 
     return {
-        "tokens": [*map(text_of, tokens)],
-        "token_logprobs": list(raw),
-        "top_logprobs": [named(top) for top in tops],
+        "tokens": [*map(reader.text_of, tokens)],
+        "token_logprobs": list(record.raw),
+        "top_logprobs": [None if top is None else named(top) for top in record.top],
         "text_offset": list(places),
     }
 
@@ -175,45 +167,35 @@ def completion_logprobs(
 class Response:
     """The response to one request, as a whole or as a stream."""
 
+    end = "data: [DONE]\n\n"  # of a stream
+
     def __init__(
-        self,
-        asked: ChatRequest | CompletionRequest,
-        jobs: Sequence[Job],
-        loop: DecodeLoop,
-        reader: Reader,
-        model: str,
+        self, asked: Asked, jobs: Sequence[Job], loop: DecodeLoop, reader: Reader, model: str
     ):
         self.asked, self.jobs, self.loop = asked, jobs, loop
-        self.inbox = jobs[0].inbox
-        self.is_chat = isinstance(asked, ChatRequest)
-        with_tools = isinstance(asked, ChatRequest) and asked.calls_tools
+        self.inbox, self.is_chat = jobs[0].inbox, isinstance(asked, ChatRequest)
         self.choices = [
             Choice(
                 job,
                 reader,
-                self.is_chat,
-                ToolCalls() if with_tools else None,
                 asked,
+                ToolCalls() if asked.calls_tools else None,
                 None if job.thinks is False else Thoughts(bool(job.thinks)),
             )
             for job in jobs
         ]
         kind = "chat.completion" if self.is_chat else "text_completion"
+        id = asked.request_id or secrets.token_hex(12)
         self.head = {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{id}",
             "object": f"{kind}.chunk" if self.is_chat and asked.stream else kind,
             "created": int(time.time()),
             "model": model,
         }
 
-    @property
-    def only_echo(self) -> bool:
-        """Whether nothing but the prompts is asked for."""
-        return isinstance(self.asked, CompletionRequest) and self.asked.max_tokens == 0
-
     def submit(self) -> None:
         """Queue the answers; raises ApiError 429 when too many wait."""
-        if not self.only_echo:
+        if self.asked.wanted != 0:
             self.loop.submit(self.jobs)
 
     async def whole(self) -> dict[str, Any]:
@@ -221,38 +203,53 @@ class Response:
         async for _ in self._chunks():
             pass
         choices = [choice.whole() for choice in self.choices]
-        return {**self.head, "choices": choices, "usage": self.usage(), **self.drafts()}
+        more = self.choices[0].prompt_ids if self.is_chat else {}
+        return {**self.head, "choices": choices, "usage": self.usage(), **more, **self.drafts()}
 
     async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events: chunks as they come, what was used, and the end."""
+        """Server-sent events; the last one ends the answer, or tells of an error."""
         try:
-            if self.is_chat:
-                for choice in self.choices:
-                    head = {"index": choice.job.choice, "logprobs": None, "finish_reason": None}
-                    yield self._event([head | {"delta": {"role": "assistant", "content": ""}}])
-            async for chunk in self._chunks():
-                yield self._event([chunk])
-            if self.asked.with_usage:
-                yield self._event([], usage=self.usage(), **self.drafts())
-            yield "data: [DONE]\n\n"
-        except ApiError as error:
-            yield f"data: {json.dumps(error_body(error.status_code, error.detail))}\n\n"
-        except Exception:
-            logger.exception("a stream failed")
-            yield f"data: {json.dumps(error_body(500, 'the server failed'))}\n\n"
+            async for event in self._events():
+                yield self._written(event)
+            yield self.end
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("a stream failed")
+                error = ApiError(500, "the server failed")
+            yield self._written(error_body(error))
 
-    def _event(self, choices: list[dict[str, Any]], **others: Any) -> str:
-        usage = {"usage": None} if self.asked.with_usage else {}
-        return f"data: {json.dumps({**self.head, 'choices': choices, **usage, **others})}\n\n"
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        """Chunks as they come, and what was used."""
+        firsts = {choice.job.choice: choice.prompt_ids for choice in self.choices}
+        if self.is_chat:
+            for number, ids in firsts.items():
+                delta = {"role": "assistant", "content": ""}
+                head = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield self._chunk([head], **(ids if number == 0 else {}))
+            firsts.clear()
+        async for chunk in self._chunks():
+            yield self._chunk([chunk | firsts.pop(chunk["index"], {})])
+        if (self.asked.stream_options or {}).get("include_usage"):
+            yield self._chunk([], usage=self.usage(), **self.drafts())
+
+    def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
+        wanted = self.asked.stream_options or {}
+        now = self.usage() if wanted.get("continuous_usage_stats") else None
+        usage = {"usage": now} if now or wanted.get("include_usage") else {}
+        return {**self.head, "choices": choices, **usage, **others}
+
+    def _written(self, event: dict[str, Any]) -> str:
+        """An event as it is sent."""
+        return f"data: {json.dumps(event)}\n\n"
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         """A choice of a chunk for each piece of an answer; all answers are given up at an error."""
         open_choices = {choice.job.id: choice for choice in self.choices}
         try:
-            if isinstance(self.asked, CompletionRequest) and self.asked.echo:
+            if self.asked.echo:
                 for choice in self.choices:
                     yield await self._echo(choice)
-            if self.only_echo:
+            if self.asked.wanted == 0:
                 open_choices.clear()
             while open_choices:
                 number, piece = await self.inbox.pieces.get()
@@ -272,8 +269,9 @@ class Response:
         """A choice of a chunk with the prompt, and its log-probabilities where they are wanted."""
         prompt, top, record = choice.job.request.prompts[0], self.asked.top, None
         if top is not None:
-            record = await self.loop.score(prompt, top)
-        return choice.echo(prompt, record, "length" if self.only_echo else None)
+            record = await self.loop.score(choice.job, top)
+        reason = None if self.asked.wanted else "length"
+        return await asyncio.to_thread(choice.echo, prompt, record, reason)
 
     def usage(self) -> dict[str, Any]:
         """The tokens of prompts, each once, and of answers."""
@@ -288,12 +286,12 @@ class Response:
         }
 
     def account(self) -> str:
-        """What was read, written and drafted, for people."""
+        """Describe what was read, written and drafted, for people."""
         usage, found = self.usage(), speculation([job.metrics for job in self.jobs])
         drafted = f"{found['num_accepted_draft_tokens']} of {found['num_draft_tokens']} drafts"
         return f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {drafted}"
 
     def drafts(self) -> dict[str, Any]:
-        """How drafts fared, where there were any."""
+        """Return statistics of the drafts, where there were any."""
         found = speculation([job.metrics for job in self.jobs])
         return {"metrics": {"speculative_decoding": found}} if found["num_spec_steps"] else {}

@@ -1,4 +1,4 @@
-"""How a server serves; this file imports no server, so that the command line can list options."""
+"""Options of a server; this file imports no server, so that the command line can list them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +10,18 @@ from drafthead.core.settings import AtLeastOne, InShell, NotNegative, settings
 
 @settings(kw_only=True)
 class Serving:
-    """Who may ask, and what requests may cost."""
+    """Options for who may ask, and what requests may cost."""
 
-    max_batch: Annotated[AtLeastOne, Field(description="Answers decoded at a time.")] = 16
+    max_batch: Annotated[
+        AtLeastOne,
+        Field(description="Answers decoded at a time; a quarter more for clients that have none."),
+    ] = 16
     max_queue: Annotated[
         NotNegative, Field(description="Answers that may wait; more are refused (429).")
     ] = 256
+    max_wait: Annotated[
+        AtLeastOne, Field(description="Seconds that a request may wait for its turn (then 503).")
+    ] = 600
     max_body: Annotated[AtLeastOne, Field(description="Most bytes of a request.")] = 4 << 20
     max_kept: Annotated[
         NotNegative, Field(description="Most MiB kept of answers, for prompts that go on.")
@@ -34,6 +40,14 @@ class Serving:
         InShell("--allowed-host"),
         Field(
             description="Name with a dot under which clients know this machine, or *. Repeatable."
+        ),
+    ] = ()
+    drafts_from: Annotated[
+        tuple[Path, ...],
+        InShell("--drafts-from"),
+        Field(
+            description="Folder below which POST /v1/drafts may load heads, models and tables. "
+            "Repeatable; by default there is none."
         ),
     ] = ()
     record: Annotated[
@@ -59,9 +73,11 @@ class Serving:
 
 @settings
 class ServerOptions(Serving):
-    """How a server serves."""
+    """All options of a server."""
 
     model_name: str  # for clients
     target: str = ""  # its name, for rows of `record`
     other_names: tuple[str, ...] = ()  # of the model, which clients may send too
     api_keys: tuple[str, ...] = ()  # of which requests must bring one
+    admin_keys: tuple[str, ...] = ()  # of which requests for other drafts must bring one
+    drafts: tuple[str, ...] = ()  # at first

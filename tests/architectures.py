@@ -171,7 +171,8 @@ OTHERS |= {
 }  # fmt: skip
 
 
-# Those of which layers carry a running state: convolutions, gated delta rules, Mamba 1 and 2.
+# Those of which layers carry a running state: convolutions, gated delta rules, Mamba 1 and 2. Of
+# the latter some read prompts with time steps of at least some size, and single tokens with any.
 THREE = {**FEW, "num_hidden_layers": 3}
 DELTA = {
     **THREE, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
@@ -183,8 +184,6 @@ MAMBA2 = {
     **THREE, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }  # fmt: skip
-# Prompts are read with time steps of at least this, and single tokens with any, in `generate` too.
-ALIKE_STEPS = {"time_step_min": 1e-9}
 MAMBA = {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64}
 STATEFUL: dict[str, dict[str, object]] = {
     "lfm2": CONVOLUTIONS,
@@ -206,12 +205,11 @@ STATEFUL: dict[str, dict[str, object]] = {
     "nemotron_h": {
         **FEW, "num_hidden_layers": 4, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8,
         "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 16,
-        **ALIKE_STEPS,
     },
     "zamba2": {
         **FEW, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
         "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16,
-        "adapter_rank": 4, **ALIKE_STEPS,
+        "adapter_rank": 4,
     },
     "zamba": {
         **FEW, "num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba"] * 2,

@@ -1,7 +1,6 @@
 """The ways of decoding that a case may go: each yields what is wrong with its answers."""
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +25,15 @@ from case_answers import (
 from cases import ANSWER, Case
 from fastapi.testclient import TestClient
 from hidden_answers import TREE, Oracle
+from listening import Listener
+from serve_stream import events
 from tiny import ENCODER_DECODERS
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import DecodeResult
 from drafthead.infer.request.options import read_options
-from drafthead.infer.running_rows import Ticket
+from drafthead.infer.scheduling.running_rows import Ticket
 from drafthead.infer.serving import ServeRequest
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.app import make_app
@@ -41,6 +41,7 @@ from drafthead.serve.decode_loop import DecodeLoop, Inbox, Job
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics
 from drafthead.serve.server_options import ServerOptions
+from drafthead.serve.waiting import Queue
 
 IMPOSSIBLE = -1e8  # the score of an answer of which a token is forbidden
 
@@ -119,9 +120,9 @@ def check_pieces(case: Case, built: Built) -> Iterator[Mismatch]:
         yield Mismatch("stream", prompts[0], case.seed, stream.result.texts[0], said)
     whole = stream.result.sequences[0]
     yield from differences("stream", case, built, prompts[0], case.seed, expected[0], whole)
-    heard = Heard()
-    decoder.generate(prompts[0], seed=case.seed, streamer=heard, **options)
-    tokens = heard.tokens[len(built.target.as_prompt(prompts[0])) :]
+    listener = Listener()
+    decoder.generate(prompts[0], seed=case.seed, streamer=listener, **options)
+    tokens = [token for each in listener.heard[1:-1] for token in each]  # after the prompt
     yield from differences("streamer", case, built, prompts[0], case.seed, expected[0], tokens)
     with ThreadPoolExecutor(2) as pool:
         numbers = range(len(prompts))
@@ -137,20 +138,6 @@ def check_pieces(case: Case, built: Built) -> Iterator[Mismatch]:
         )
         tokens = ids[0, len(prompts[0]) :].tolist()
         yield from differences("custom", case, built, prompts[0], 0, expected[0], tokens)
-
-
-class Heard(BaseStreamer):
-    """Keeps the tokens that it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        """More tokens."""
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        """No more tokens."""
 
 
 Asked = tuple[Case, list[int], int]  # a request as a case, its prompt and its seed
@@ -181,8 +168,9 @@ def check_served(case: Case, built: Built) -> Iterator[Mismatch]:
     names = ("temperature", "top_k", "top_p")
     requests = [
         ServeRequest(
-            prompt, n, own.new, seed, stop_strings=own.stops or None,
-            **{k: v for k, v in own_sampling(own).items() if k in names},
+            prompt, n, own.new, seed,
+            {"stop_strings": own.stops or None}
+            | {k: v for k, v in own_sampling(own).items() if k in names},
         )
         for n, (own, prompt, seed) in enumerate(asked)
     ]  # fmt: skip
@@ -369,7 +357,7 @@ async def looped(case: Case, built: Built) -> list[Mismatch]:
     chance, metrics, faults = case.chance("arrivals"), Metrics("tiny"), []
     asked = [(replace(own, stops=(), criteria=0), *rest) for own, *rest in requests_of(case)]
     built.decoder.memory.most_kept = 4
-    loop = DecodeLoop(built.decoder, metrics, chance.choice([1, 2, 4]), 100)
+    loop = DecodeLoop(built.decoder, metrics, chance.choice([1, 2, 4]), Queue(100, 600.0))
     loop.thread.start()
 
     async def answered(own: Case, prompt: list[int], seed: int, leaves: bool) -> None:
@@ -429,8 +417,7 @@ def check_http(case: Case, built: Built) -> Iterator[Mismatch]:
         response.raise_for_status()
         if not streams[number]:
             return response.json()["choices"][0]["token_ids"]
-        events = [part.removeprefix("data: ") for part in response.text.split("\n\n")[:-2]]
-        choices = [json.loads(event)["choices"][0] for event in events]
+        choices = [event["choices"][0] for event in events(response.text)]
         return [token for choice in choices for token in choice["token_ids"]]
 
     with TestClient(app) as client, ThreadPoolExecutor(4) as pool:

@@ -22,9 +22,9 @@ ENCODER_DRAFTERS = ("none", "draft-model", "prompt-lookup", "draft-model+lookup"
 LOOKUPS = ("prompt-lookup", "ngrams", "answers")
 BYTES = 260  # tokens of `byte_tokenizer`
 # Rules by whether they are for temperature 0, and how often.
-COLD = {"auto": 4, "greedy": 4, "top_k": 0.5, "distance": 0.3}
+COLD = {"auto": 4, "greedy": 4, "top_k": 0.8}
 WARM = {"auto": 2, "match": 5, "rejection": 2, "traversal": 2, "typical": 0.5, "lenient": 0.5}
-LOSSY = ("top_k", "distance", "typical", "lenient")
+LOSSY = ("top_k", "typical", "lenient")
 
 
 @dataclass(frozen=True)

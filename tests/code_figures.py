@@ -3,19 +3,14 @@
 import argparse
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import median, quantiles
-
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 # A layer -> the layers that it may import beside itself. What decodes and trains (core, heads,
-# infer, train) never imports backends, contrib or lab: they are found by name.
+# infer, train) never imports backends, contrib or lab: they register themselves or are named.
 MAY_IMPORT = {
     "core": set[str](),
     "heads": {"core"},
@@ -28,25 +23,11 @@ MAY_IMPORT = {
     "scripts": {"core", "heads", "backends", "infer", "contrib", "train", "lab", "serve"},
 }
 LAYERS = list(MAY_IMPORT)
-# What one step of decoding needs: trees, drafting, cache, sampling, target, engine, rules, request.
-ONE_STEP = (
-    "core/trees/",
-    "core/drafting/",
-    "core/kv_cache/",
-    "core/sampling.py",
-    "core/coupling.py",
-    "core/target/target.py",
-    "core/target/tree_cache.py",
-    "core/backend.py",
-    "infer/engine/",
-    "infer/verifiers/",
-    "infer/decoder.py",
-    "infer/request/request.py",
-)
 # "[B, N, D]", "[V]", "[]"; not `tree[node]` or `list[int]`, where a word comes before the bracket.
 SHAPE = re.compile(r"(?<![\w\])])\[([\w.,+*/() -]*[A-Za-z.][\w.,+*/() -]*)?\]")
 TENSOR = re.compile(r"\bTensors?\b")  # not `TensorFile`
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+CLAUSE = re.compile(r"(What|How|Which|Where|When|Who|Whose|Why|That|Those|As)\b")
 
 
 @dataclass(frozen=True)
@@ -146,14 +127,6 @@ class Module:
                 inner = f"{owner}{child.name}."
             yield from self._functions(child, inner)
 
-    @property
-    def docstring_lines(self) -> int:
-        nodes = [
-            n for n in ast.walk(self.tree) if isinstance(n, ast.Module | ast.ClassDef | FUNCTION)
-        ]
-        first = [node.body[0] for node in nodes if ast.get_docstring(node)]
-        return sum((text.end_lineno or 0) - text.lineno + 1 for text in first)
-
 
 def all_modules(root: Path = ROOT, layers: Iterable[str] = LAYERS) -> list[Module]:
     """Every file of the layers."""
@@ -225,17 +198,6 @@ def longest_chain(modules: list[Module]) -> list[str]:
     return list(max(map(chain, imported), key=len))
 
 
-def small_files(modules: list[Module], most: int = 80) -> list[Module]:
-    """Files of fewer than `most` lines that one other alone imports, packages not counted."""
-    names = {module.name for module in modules}
-    importers = Counter(name for m in modules for name in m.imported(names) - {m.name})
-    return [
-        m
-        for m in modules
-        if len(m.lines) < most and importers[m.name] == 1 and m.path.stem != "__init__"
-    ]
-
-
 def bases_of(
     known: Mapping[str, Module], module: Module, name: str
 ) -> Iterator[tuple[Module, ast.ClassDef]]:
@@ -276,65 +238,88 @@ def functions_without_shape(modules: list[Module]) -> list[Function]:
     return [f for f in public if f.takes_tensors and not f.states_shape]
 
 
-def figures(modules: list[Module]) -> dict[str, str]:
-    """The figures of some modules, ready to print."""
-    functions = [f for module in modules for f in module.functions]
-    public = [f for f in functions if f.public]
-    documented = [f for f in public if ast.get_docstring(f.node)]
-    tensors, shapeless = [f for f in public if f.takes_tensors], functions_without_shape(modules)
-    arguments = [argument for f in functions for argument in f.arguments]
-    circles, upward = import_circles(modules), upward_imports(modules)
-    files, lengths = [len(m.lines) for m in modules], [f.lines for f in functions]
-    comments = [line for m in modules for line in m.lines if line.lstrip().startswith("#")]
+def names_in_several_files(modules: list[Module]) -> dict[str, list[str]]:
+    """The files of each class name that stands in more than one."""
+    files: dict[str, list[str]] = {}
+    for module in modules:
+        for name in module.classes:
+            files.setdefault(name, []).append(str(module.path))
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def inner_imports(modules: list[Module]) -> list[str]:
+    """Import statements within functions."""
+    return [
+        f"{f}: {ast.unparse(node)}"
+        for module in modules
+        for f in module.functions
+        if "<locals>" not in f.owner
+        for node in ast.walk(f.node)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
+def names_for_the_lab(modules: list[Module]) -> set[str]:
+    """Names below the lab that it imports beside those of `drafthead.infer`, the public ones."""
+    below = tuple(f"drafthead.{layer}." for layer in MAY_IMPORT["lab"])
     return {
-        "files / lines": f"{len(files)} / {sum(files)}",
-        "file median / p90 / max": _spread(files),
-        "functions": str(len(functions)),
-        "function median / p90 / max": _spread(lengths),
-        "> 40 / > 60 lines": f"{sum(n > 40 for n in lengths)} / {sum(n > 60 for n in lengths)}",
-        "public with docstring": _share(len(documented), public),
-        "of tensors, shape stated": _share(len(tensors) - len(shapeless), tensors),
-        "arguments typed": _share(sum(a.annotation is not None for a in arguments), arguments),
-        "import circles / upward": f"{len(circles)} / {len(upward)}",
-        "docstring lines": _share(sum(m.docstring_lines for m in modules), range(sum(files))),
-        "comment lines": _share(len(comments), range(sum(files))),
+        names[0]
+        for module in modules
+        if module.layer == "lab"
+        for names in module.imports
+        if names[-1].startswith(below)
     }
 
 
-def _spread(sizes: list[int]) -> str:
-    ninth = quantiles(sizes, n=10, method="inclusive")[-1]
-    return f"{median(sizes):.0f} / {ninth:.0f} / {max(sizes)}"
+def bare_clauses(modules: list[Module]) -> list[str]:
+    """Docstrings that begin with a relative clause in place of a noun or a verb."""
+    return [
+        f"{module.path}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | FUNCTION)
+        and (text := ast.get_docstring(node))
+        and CLAUSE.match(text)
+    ]
 
 
-def _share(part: int, whole: "list[Function] | list[ast.arg] | range") -> str:
-    return f"{100 * part / len(whole):.1f} % of {len(whole)}" if whole else "-"
+def lines_of_cpp(root: Path = ROOT) -> int:
+    """Lines of the kernels for CPUs."""
+    files = [path for ending in ("h", "cpp") for path in (root / "backends").rglob(f"*.{ending}")]
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def limited(modules: list[Module], root: Path = ROOT) -> dict[str, float]:
+    """The figures that have a limit: the smaller, the better."""
+    tensors = [f for m in modules for f in m.functions if f.public and f.takes_tensors]
+    return {
+        **{f"lines of {x}": sum(len(m.lines) for m in modules if m.layer == x) for x in LAYERS},
+        "lines of C++": lines_of_cpp(root),
+        "chain of imports": len(longest_chain(modules)),
+        "class names in several files": len(names_in_several_files(modules)),
+        "docstrings that are a clause": len(bare_clauses(modules)),
+        "imports within functions": len(inner_imports(modules)),
+        "names that lab takes from below": len(names_for_the_lab(modules)),
+        "% of tensor functions without shape": round(
+            100 * len(functions_without_shape(modules)) / len(tensors), 1
+        ),
+    }
 
 
 def main() -> None:
-    """Print the figures of each layer and of all."""
+    """Print the figures that have a limit, and the places of those that fall short."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the repository")
-    parser.add_argument("--missing", action="store_true", help="list functions without a shape")
-    options = parser.parse_args()
-    modules = all_modules(options.root)
-    columns = {layer: figures([m for m in modules if m.layer == layer]) for layer in LAYERS}
-    columns["all"] = figures(modules)
-    table = Table("", *columns)
-    for row in columns["all"]:
-        table.add_row(row, *(column[row] for column in columns.values()))
-    long = [f"{f.lines} lines: {f}" for m in modules for f in m.functions if f.lines > 60]
-    circles = [f"circle: {', '.join(circle)}" for circle in import_circles(modules)]
-    missing = [f"no shape: {f}" for f in functions_without_shape(modules) if options.missing]
-    Console(width=120).print(table)
-    print(*long, *circles, *upward_imports(modules), *missing, sep="\n")
-    step = [m for m in modules if str(m.path).startswith(ONE_STEP)]
-    loop = reached_from(modules, "drafthead.infer.engine.loop")
-    chain, small = longest_chain(modules), small_files(modules)
+    root = parser.parse_args().root
+    modules = all_modules(root)
     print(
-        f"one step reads in {sum(len(m.lines) for m in step)} lines, {len(step)} files",
-        f"the loop imports {sum(len(m.lines) for m in loop)} lines, {len(loop)} files",
-        f"longest chain of imports: {len(chain)} modules, {' > '.join(chain)}",
-        f"under 80 lines with one importer: {len(small)}, {', '.join(str(m.path) for m in small)}",
+        *(f"{f.lines} lines: {f}" for m in modules for f in m.functions if f.lines > 60),
+        *(f"circle: {', '.join(circle)}" for circle in import_circles(modules)),
+        *upward_imports(modules),
+        *(f"no shape: {f}" for f in functions_without_shape(modules)),
+        *(f"clause: {place}" for place in bare_clauses(modules)),
+        f"longest chain of imports: {' > '.join(longest_chain(modules))}",
+        *(f"{name}: {value:g}" for name, value in limited(modules, root).items()),
         sep="\n",
     )
 

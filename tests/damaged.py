@@ -4,7 +4,6 @@ import json
 import random
 import resource
 import signal
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from written import DFLASH, DSPARK, EAGLE3, TARGET, Written
 
@@ -77,7 +74,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
     if path.suffix == ".safetensors":
         tensors = load_file(path)
         change(tensors)
-        save_file(tensors, path)
+        save_file({name: t.clone().contiguous() for name, t in tensors.items()}, path)
     else:
         tensors = torch.load(path, weights_only=True)
         change(tensors)
@@ -99,33 +96,6 @@ def truncated(path: Path, rng: random.Random) -> None:
 
 
 # What is allowed
-
-
-class Live(TorchDispatchMode):
-    """Bytes of tensors that are alive at once, at the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self.alive: dict[int, list[int]] = {}  # by address: tensors, bytes
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                entry = self.alive.setdefault(storage.data_ptr(), [0, storage.nbytes()])
-                entry[0] += 1
-                weakref.finalize(tensor, self.forget, storage.data_ptr())
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return found
-
-    def forget(self, address: int) -> None:
-        entry = self.alive.get(address)
-        if entry is not None:
-            entry[0] -= 1
-            if entry[0] == 0:
-                del self.alive[address]
 
 
 class Grown:

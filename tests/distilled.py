@@ -18,7 +18,7 @@ from drafthead.train.data.conversations import Conversation
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
 from drafthead.train.distillation.distilled_file import DistilledFile
-from drafthead.train.prompts.message_source import Message
+from drafthead.train.prompts.message_source import InventedMessage
 from drafthead.train.settings import DistillSettings, InventSettings
 
 INVENTING = InventSettings("fake", batch_size=4)
@@ -93,17 +93,17 @@ class FakeSource:
         self.settings, self.delay = settings, delay  # seconds a batch
         self.asked: list[int] = []  # batches
 
-    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
+    def batch(self, index: int, count: Callable[[int], None]) -> list[InventedMessage]:
         self.asked.append(index)
         time.sleep(self.delay)
         size = self.settings.batch_size
         count(3 * size)
         return [self.message(number) for number in range(index * size, (index + 1) * size)]
 
-    def message(self, number: int) -> Message:
+    def message(self, number: int) -> InventedMessage:
         topic = 0 if number % 7 == 6 else number
         text = f"What is topic {topic} about? größer"
-        return Message(number, text, 3, number % 5 != 4, False)
+        return InventedMessage(number, text, 3, number % 5 != 4, False)
 
 
 def distilled(

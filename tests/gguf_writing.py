@@ -10,12 +10,34 @@ import torch
 from tiny import CHAT_TEMPLATE, SPECIALS, byte_tokenizer
 from transformers import PreTrainedModel
 
+from drafthead.core.target.blocks import KINDS
+
 F32 = gguf.GGMLQuantizationType.F32
 TOKENS = len(SPECIALS) + 257  # of a file's vocabulary
 # Where the converters of architectures do more than rename.
 NORMS_PLUS_ONE = ("gemma2", "gemma3", "nemotron")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's
 Writes = Callable[[gguf.GGUFWriter], object]
+
+
+def random_blocks(kind: str, rows: int, inner: int) -> torch.Tensor:
+    """Blocks [rows, bytes] of a matrix [rows, inner], with scales and minima of about 0.01."""
+    values, size, _ = KINDS[kind]
+    gen = torch.Generator().manual_seed(rows + inner)
+    raw = torch.randint(256, (rows, inner // values, size), dtype=torch.uint8, generator=gen)
+    factors = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind, [0, 2])
+    size_of_scale = 0.01 / (32 if kind.endswith("_K") else 1)  # these are factors of scales
+    for at in factors:
+        scales = torch.randn(rows, inner // values, 1, generator=gen) * size_of_scale
+        raw[..., at : at + 2] = scales.half().view(torch.uint8)
+    return raw.flatten(1)
+
+
+def stored_as(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Numbers as a file has them; random ones of the same shape where gguf only reads a kind."""
+    if kind.name.endswith("_K"):
+        return random_blocks(kind.name, *values.shape).numpy()
+    return gguf.quantize(values, kind)
 
 
 def rotary_order(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -93,24 +115,25 @@ def write_gguf(
     others: Writes = lambda writer: None,
     pre: str | None = "gpt-2",
 ) -> PreTrainedModel:
-    """Write a model in the type `kind`, matrices only; gives it with the numbers of a copy.
+    """Write a model in the type `kind`, matrices only; gives it with the numbers of the file.
 
     `keys` are those of the architecture.
     """
     writer = gguf.GGUFWriter(path, arch)
+    writer.add_name("small")
     for key, value in keys.items():
         add_key(writer, f"{arch}.{key}", value)
     add_tokenizer(writer, pre)
     others(writer)
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             stored = kind if weight.dim() > 1 else F32
-            values = weight.bfloat16().float().numpy()
-            weight.copy_(torch.tensor(gguf.dequantize(gguf.quantize(values, stored), stored)))
-            weight.copy_(weight.bfloat16().float())  # a copy holds bfloat16
+            rows = weight.T if arch == "gpt2" and name.endswith(TRANSPOSED) else weight
+            blocks = stored_as(np.ascontiguousarray(rows), stored)
+            rows.copy_(torch.tensor(gguf.dequantize(blocks, stored)))
     for name, values in pieces(model, arch).items():
         stored = kind if values.ndim > 1 else F32
-        writer.add_tensor(name, gguf.quantize(values, stored), raw_dtype=stored)
+        writer.add_tensor(name, stored_as(values, stored), raw_dtype=stored)
     for name, values in more.items():
         writer.add_tensor(name, values.astype(np.float32))
     writer.write_header_to_file()

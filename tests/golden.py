@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
+from drafthead.core.trees.tree import TokenTree
+from drafthead.heads.base import DraftHead
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -48,12 +51,21 @@ class Case:
                 return loaded(folder.resolve())
         raise AssertionError(f"{self.path} has no target")
 
-    def assert_close(self, found: torch.Tensor, name: str) -> None:
-        """Compare with an expected tensor within the case's own tolerance."""
-        tolerance = self.about["tolerance"]
-        torch.testing.assert_close(
-            found, self.io[name], atol=tolerance["atol"], rtol=tolerance["rtol"]
-        )
+    def assert_close(self, found: torch.Tensor, expected: str | torch.Tensor) -> None:
+        """Compare with a tensor, or one of the case by name, within the case's own tolerance."""
+        wanted = self.io[expected] if isinstance(expected, str) else expected
+        torch.testing.assert_close(found, wanted, **self.about["tolerance"])
+
+    def assert_tree(self, tree: TokenTree, tokens: str, depths: str, mask: str) -> None:
+        """Compare a tree with the case's tensors of these names."""
+        assert torch.equal(tree.tokens, self.io[tokens])
+        assert torch.equal(tree.depths[0], self.io[depths])
+        assert torch.equal(tree.ancestors[0].float(), self.io[mask][0, 0])
+
+
+def features_of(joined: torch.Tensor, head: DraftHead) -> Features:
+    """Taps [B, T, D] each from taps side by side [B, T, taps x D]; the last state is not read."""
+    return Features(joined[..., :1], joined.chunk(len(head.config.taps), dim=-1))
 
 
 @cache

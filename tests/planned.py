@@ -23,7 +23,7 @@ def size_of(planner: Planner, free: GuessTree = NOTHING) -> Size:
     """The size of the next step's draft, where lookup has found something or not."""
 
     def propose(budget: Budget) -> Whole | Guesses:
-        if budget.depth:
+        if budget.levels:
             return Whole(budget.nodes, budget.depth)
         return Guesses([0], [free.best(budget.nodes - 1)], torch.device("cpu"))
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drafthead.backends.compiled import Compiled, Made, within
-from drafthead.backends.cuda.recordings import WARM_UPS, Recordings
+from drafthead.backends.cuda import recorded
+from drafthead.backends.cuda.recorded import WARM_UPS
 from drafthead.core.kv_cache.cache_memory import CacheMemory
 
 
@@ -40,12 +40,6 @@ class Rehearsal:
 def rehearse(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     """Let every graph be recorded by a stand-in from now on; gives it."""
     stand_in = Rehearsal()
-
-    def recorded(self: Compiled, key: None, arguments: Sequence[Any]) -> Made:
-        graph = Recordings(within(self.around, self.function), self.dims.held, capture=stand_in)
-        return Made(graph, graph(*arguments))
-
-    monkeypatch.setattr(Compiled, "_compiled", recorded)
-    monkeypatch.setattr(Compiled, "_key", lambda *_: None)
+    monkeypatch.setattr(recorded, "cuda_graph", stand_in)
     monkeypatch.setattr(CacheMemory, "on", lambda _: CacheMemory())
     return stand_in

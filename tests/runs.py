@@ -1,12 +1,23 @@
 """Training runs: a small target with conversations on the disk, a run's YAML, and the run."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from datasets import Dataset
 from tiny import write_conversations, write_target
 
+from drafthead.train.data.sequences import (
+    COLUMNS,
+    SupervisedTokens,
+    TokenSequence,
+    TokenTable,
+    add_to_digest,
+    columns_of,
+)
 from drafthead.train.run.config import load_run_config
 from drafthead.train.train_heads import train
 
@@ -56,3 +67,11 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     """What a run has measured on held-out answers, without the seconds that it took until then."""
     records = [json.loads(line) for line in (folder / "evaluation.jsonl").open()]
     return [{name: found for name, found in r.items() if name != "seconds"} for r in records]
+
+
+def in_memory(sequences: Iterable[TokenSequence]) -> TokenTable:
+    """A table of some sequences."""
+    parts = [SupervisedTokens(s.input_ids.tolist(), s.supervised.tolist()) for s in sequences]
+    columns, digest = columns_of(parts, [None] * len(parts)), hashlib.sha256()
+    add_to_digest(digest, columns)
+    return TokenTable(Dataset.from_dict(columns, COLUMNS), digest.hexdigest())

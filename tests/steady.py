@@ -9,8 +9,8 @@ import pytest
 
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.target.target import Target
-from drafthead.infer import running_rows
 from drafthead.infer.planning.planner import PlannedDecoding
+from drafthead.infer.scheduling import running_rows
 from drafthead.infer.timing import plans
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import yaml
 from drafthead.core.target.target import Target
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.infer import Decoder
-from drafthead.infer.loaded import head_drafter
+from drafthead.infer.loading.loaded import head_drafter
 from drafthead.infer.verifiers import VERIFIERS
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ FILE = re.compile(  # in code quotes
     r"`((?:assets|backends|benchmarks|configs|contrib|docs|heads|infer|lab|scripts|tests|train)/[\w/.-]+\.\w+)`"
 )
 PROMPT = [3, 9, 4, 12]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -114,3 +116,18 @@ def test_the_verifier_of_the_docs_takes_longer_steps(target: Target, make_drafte
     greedy = decoder.generate([PROMPT], max_new_tokens=40)
     near = decoder.generate([PROMPT], max_new_tokens=40, verifier="near")
     assert near.stats.tau >= greedy.stats.tau
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda p: p.name)
+def test_the_texts_of_a_picture_are_words_in_their_panel(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    lines = [float(line.get("x1", 0)) for line in root.iter(f"{SVG}line")]
+    borders = [*lines, float(root.get("viewBox", "").split()[2])]
+    for text in root.iter(f"{SVG}text"):
+        words, x = text.text or "", float(text.get("x", 0))
+        size = float(text.get("font-size", root.get("font-size", 16)))
+        width = len(words) * size * (0.5 if "sans" in text.get("font-family", "") else 0.61)
+        left = x - width / 2 if text.get("text-anchor") == "middle" else x
+        border = min(each for each in borders if each > left)
+        assert left >= 0 and left + width <= border, f"{words!r} crosses a border"
+        assert not re.search(r"quot;|amp;|(\w+ \w+ \w+).*\1", words), words

@@ -6,6 +6,7 @@ import string
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -69,6 +70,15 @@ def byte_tokenizer(specials: tuple[str, ...] = SPECIALS) -> PreTrainedTokenizerF
     )
 
 
+def byte_target(
+    tokenizer: PreTrainedTokenizerFast | None = None, seed: int = 0, **settings: Any
+) -> Target:
+    """A random model of a tokenizer's tokens, by default `byte_tokenizer`'s, which its end ends."""
+    tokenizer = tokenizer or byte_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id}
+    return Target(tiny_llama(seed, vocab_size=len(tokenizer), **ends | settings), tokenizer)
+
+
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """Words, and bytes as SentencePiece models have them."""
     words = ["<unk>", "</s>", "▁a", "▁b", "c", "▁é", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -127,6 +137,18 @@ def write_target(folder: Path, **settings: Any) -> None:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     settings = {"num_attention_heads": 2, **ends, **settings}
     tiny_llama(vocab_size=len(tokenizer), **settings).save_pretrained(folder)
+
+
+def target_folder(**settings: Any) -> Any:
+    """A module's fixture: the folder of what `write_target` writes with these settings."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("target")
+        write_target(path, **settings)
+        return path
+
+    return folder
 
 
 def random_prompts(count: int, vocab: int = VOCAB) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Random bfloat16 models whose sizes our kernels for processors take."""
 
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, OTHERS
 from tiny import VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -14,12 +14,12 @@ WIDE = {
 }  # fmt: skip
 
 
-def model_of(name: str, **settings: object) -> PreTrainedModel:
-    """A random bfloat16 model of an architecture, of sizes that kernels take."""
+def model_of(name: str, head: int | None = None, **settings: object) -> PreTrainedModel:
+    """A random bfloat16 model of an architecture, of sizes that kernels take, or of other heads."""
     torch.manual_seed(0)
-    options = ARCHITECTURES[name] | WIDE | settings
-    if "head_dim" in options:
-        options["head_dim"] = HEAD
+    options = (ARCHITECTURES | OTHERS)[name] | WIDE | settings
+    if head or "head_dim" in options:
+        options["head_dim"] = head or HEAD
     config = AutoConfig.for_model(name, **options)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():

@@ -3,34 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from drafthead.core.settings import Positive, settings
 from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.processor import bfloat16_instructions
-
-
-@settings
-class OptimizerConfig:
-    """Optimiser, learning rates and schedule.
-
-    `muon` orthogonalises the updates of hidden matrices (Jordan et al., 2024) and leaves
-    embeddings, output heads, norms and biases to AdamW.
-    """
-
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: Positive = 1e-3  # AdamW, and the AdamW part of Muon
-    muon_lr: Positive = 0.02
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
-    final_lr_ratio: float = 0.0
+from drafthead.train.settings import OptimizerConfig
 
 
 class Float32Muon(torch.optim.Muon):

@@ -36,7 +36,7 @@ def train(config: RunConfig) -> bool:
     accelerator = build_accelerator(config)
     folder = config.folder()
     path, is_main = folder.path, accelerator.is_main_process
-    lock = only_writer(path / ".lock", path) if is_main else nullcontext()
+    lock = only_writer(path) if is_main else nullcontext()
     with full_disk_named(path), lock, logging_redirect_tqdm():
         if folder.status(config.train.overwrite) == "finished":
             logger.info("%s holds this run, finished: nothing to do", path)
@@ -75,8 +75,13 @@ def main(
     settings: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
 ) -> None:
     """Train draft heads in each of the processes launched, as `drafthead train` does in one."""
+    run(load_run_config(config, settings or [], present=True))
+
+
+def run(config: RunConfig) -> None:
+    """Train as configured; a run that was stopped ends with a sentence and exit status 130."""
     quiet_libraries()
-    if not train(load_run_config(config, settings or [])):
+    if not train(config):
         print("stopped; the state is saved, the same command continues", file=sys.stderr)
         raise typer.Exit(130)
 

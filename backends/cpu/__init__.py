@@ -1,1 +1,1 @@
-"""drafthead.backends.cpu: compiled passes, and the kernels that they are made of."""
+"""drafthead.backends.cpu: passes that run our kernels, and these."""

@@ -54,7 +54,7 @@ class PackedAdding:
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
         store: Store | None = None,
     ) -> torch.Tensor:
-        """As `DecoderLayer.added`; the usual way where keys and values go into no cache."""
+        """Compute `DecoderLayer.added`, in the usual way where keys and values go into no cache."""
         if not isinstance(store, LayerColumns) or mask is None:
             return self.usual(hidden, read, rotation, mask, store)
         cos, sin = (table.squeeze(1).to(hidden.dtype) for table in rotation)
@@ -95,7 +95,7 @@ def packed_head(head: Any, in_int8: bool = True) -> Any:
 
 
 def pass_of(head: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """`RecurrentHead.in_one_call` of a twin of which `is_one_call` holds."""
+    """`RecurrentHead.in_one_call`, of tensors [B, ...], for a twin that `is_one_call`."""
     first, norm, output, rotary = head.layers[0], head.norm, head.lm_head, head.rotary
     norms = first.input_layernorm.weight, first.hidden_norm.weight, norm.weight
     layers = [weight for layer in head.layers for weight in layer.added.weights]

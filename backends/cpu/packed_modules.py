@@ -7,17 +7,19 @@ known class is one call. What is not known stays as it is.
 
 import copy
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
+from drafthead.backends.cpu.kernels.packing import pack_blocks
 from drafthead.backends.cpu.substitutions import added, can_be_packed, has_mask
 from drafthead.backends.cpu.threads import threads
+from drafthead.core.target.block_modules import BlockLinear, InBlocks
 from drafthead.core.target.features import Features
 from drafthead.core.target.int8 import LONGEST, Int8Linear
 from drafthead.core.target.tree_cache import TreeCache
@@ -33,10 +35,13 @@ FIXED_FREQUENCIES = {"default", "linear", "llama3", "yarn"}
 ops = torch.ops.drafthead
 
 
+Product = nn.Linear | BlockLinear
+
+
 class PackedLinear(nn.Module):
     """A product by packed weights."""
 
-    def __init__(self, product: nn.Linear, in_int8: bool):
+    def __init__(self, product: Product, in_int8: bool):
         """With `in_int8` it is a product of whole numbers, whatever it was."""
         super().__init__()
         self.weight, self.bias, self.out_features = (
@@ -44,17 +49,22 @@ class PackedLinear(nn.Module):
             product.bias,
             product.out_features,
         )
-        self.in_int8 = is_read_in_int8(product, in_int8)
-
-    @cached_property
-    def packed(self) -> torch.Tensor:
-        """Return the weights as the kernel reads them."""
-        made: torch.Tensor = ops.pack([self.weight], False, self.in_int8)
-        return made
+        self.packed = packed_weights_of([product], in_int8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
         """The product [..., N]."""
         return ops.linear(x, self.packed, self.out_features, self.bias)
+
+
+def packed_weights_of(
+    products: Sequence[Product], in_int8: bool, paired: bool = False
+) -> torch.Tensor:
+    """The weights [N / 32, ...] of products of one input as the kernel reads them, see `pack`."""
+    if blocks := [product.blocks for product in products if isinstance(product, BlockLinear)]:
+        return pack_blocks(blocks, paired)
+    weights = [product.weight for product in products]
+    made: torch.Tensor = ops.pack(weights, paired, is_read_in_int8(products[0], in_int8))
+    return made
 
 
 class PackedNorm(nn.Module):
@@ -115,7 +125,7 @@ class PackedLayer(nn.Module):
 
 
 def layer_weights(layer: Any, input_norm: torch.Tensor, in_int8: bool) -> list[torch.Tensor]:
-    """What the kernel reads of a layer as Llama's, see `operations.decoder_layer`; `input_norm` is
+    """The tensors that the kernel reads of a layer, see `operations.decoder_layer`; `input_norm` is
     the weight [D] of its first norm.
     """
     attention, mlp = layer.self_attn, layer.mlp
@@ -124,9 +134,8 @@ def layer_weights(layer: Any, input_norm: torch.Tensor, in_int8: bool) -> list[t
     biases = [product.bias for product in products]
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
 
-    def pack(*given: nn.Linear, paired: bool = False) -> torch.Tensor:
-        weights = [product.weight for product in given]
-        return ops.pack(weights, paired, is_read_in_int8(given[0], in_int8))
+    def pack(*given: Product, paired: bool = False) -> torch.Tensor:
+        return packed_weights_of(given, in_int8, paired)
 
     return [
         input_norm,
@@ -192,7 +201,15 @@ def packed_attention(
         )
     assert attention_mask is not None
     mask, scale = added(attention_mask, query.dtype), scaling or query.shape[-1] ** -0.5
-    return ops.attend(query, key, value, mask, scale).transpose(1, 2), None
+    size = -(-max(query.shape[-1], value.shape[-1]) // NORM_MULTIPLE) * NORM_MULTIPLE
+    heads = (wide if wide.shape[-1] == size else padded(wide, size) for wide in (query, key, value))
+    found = ops.attend(*heads, mask, scale)[..., : value.shape[-1]]
+    return found.transpose(1, 2), None
+
+
+def padded(states: torch.Tensor, size: int) -> torch.Tensor:
+    """Heads [..., D] with zeros up to a size, which change no product."""
+    return functional.pad(states, (0, size - states.shape[-1]))
 
 
 # What models pass beside that makes no difference: what a window hides, the mask says already.
@@ -212,7 +229,6 @@ def twin_of(model: PreTrainedModel, in_int8: bool) -> PreTrainedModel:
             made = packed(part, in_int8)
         if made is not None:
             parent._modules[name] = made
-            getattr(made, "packed", None)  # at once, and not at the first pass
     return twin
 
 
@@ -245,7 +261,7 @@ def children_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]
 
 
 def packed(part: nn.Module, in_int8: bool) -> nn.Module | None:
-    """What takes the place of a module; None where it stays."""
+    """The module that takes the place of another; None where it stays."""
     if is_llama_layer(part):
         return PackedLayer(part, in_int8)
     if is_product(part):
@@ -259,12 +275,14 @@ def packed(part: nn.Module, in_int8: bool) -> nn.Module | None:
 
 def is_product(part: nn.Module) -> bool:
     """Whether a module is a product by a matrix and no more, of weights that can be packed."""
+    if isinstance(part, BlockLinear):
+        return True
     if not isinstance(part, nn.Linear) or type(part) not in (nn.Linear, Int8Linear):
         return False
     return can_be_packed(part.weight, part.weight)
 
 
-def is_read_in_int8(product: nn.Linear, in_int8: bool) -> bool:
+def is_read_in_int8(product: Product, in_int8: bool) -> bool:
     """Whether a product is one of whole numbers, or is to be made one and can be."""
     return isinstance(product, Int8Linear) or (in_int8 and product.in_features <= LONGEST)
 
@@ -329,11 +347,12 @@ def is_llama_layer(layer: Any) -> bool:
     if kind.__name__ not in LLAMA_LAYERS or not kind.__module__.startswith("transformers.models."):
         return False
     norms = [layer.input_layernorm, *norms_after(layer)]
+    blocks = [part for part in layer.modules() if isinstance(part, InBlocks)]
     return (
         are_llamas_parts(layer, norms)
         and len({norm.variance_epsilon for norm in norms}) == 1
         and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and len(list(layer.named_parameters())) == len(norms) + 7 + biases_of(layer)
+        and len([*layer.named_parameters(), *blocks]) == len(norms) + 7 + biases_of(layer)
     )
 
 
@@ -351,7 +370,8 @@ def are_llamas_parts(layer: Any, norms: Sequence[nn.Module]) -> bool:
     return (
         all(map(is_product, [*first, attention.o_proj, *gates]))
         and all(map(is_norm, norms))
-        and len({product.bias is None for product in first}) == 1
+        and len({(product.bias is None, isinstance(product, InBlocks)) for product in first}) == 1
+        and len({isinstance(product, InBlocks) for product in gates[:2]}) == 1
         and all(product.bias is None for product in gates)
         and attention.head_dim % NORM_MULTIPLE == 0
         and attention.head_dim <= LARGEST_HEAD
@@ -360,5 +380,5 @@ def are_llamas_parts(layer: Any, norms: Sequence[nn.Module]) -> bool:
 
 
 def biases_of(layer: nn.Module) -> int:
-    """How many parameters of a layer are biases."""
+    """The number of a layer's parameters that are biases."""
     return sum(name.endswith(".bias") for name, _ in layer.named_parameters())

@@ -1,6 +1,4 @@
-"""A target whose passes run our kernels at once: nothing is compiled but these, once on a machine.
-
-Compiling a pass as well would gain next to nothing: its layers are one call, see `packed_modules`.
+"""A target whose passes run our kernels; the layers of a pass are one call, see `packed_modules`.
 
 What a pass computes of a token depends on the tokens before it alone, bit by bit: not on what else
 the pass reads, and so not on how a text was split into passes.
@@ -15,11 +13,11 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.backends.cpu.kernels import library
-from drafthead.backends.cpu.kernels.operations import NORM_MULTIPLE
+from drafthead.backends.cpu.kernels.kernel_set import kernel_set
+from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD
 from drafthead.backends.cpu.kernels.packing import packed_weights
 from drafthead.backends.cpu.packed_heads import packed_head
 from drafthead.backends.cpu.packed_modules import (
@@ -34,16 +32,15 @@ from drafthead.backends.cpu.packed_modules import (
 )
 from drafthead.backends.cpu.substitutions import has_our_products, replacement_of
 from drafthead.backends.cpu.threads import threads
-from drafthead.core.backend import Backend
+from drafthead.core.backend import BACKENDS, Backend
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.column_cache import move_columns
 from drafthead.core.target.architecture import find_decoder, find_layers
-from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
+from drafthead.core.target.features import NO_FEATURES, Features
 from drafthead.core.target.hooks import hook_lock, in_this_thread
 from drafthead.core.target.logit_finish import Finish
-from drafthead.core.target.masks import LayerMasks
 from drafthead.core.target.one_width import is_alike
-from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.target.target import PassInputs, Target
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.target.weight_state import state_of, users_hooks
 
@@ -85,7 +82,7 @@ class PackedTarget(Target):
         self.pack()
 
     def find_finish(self) -> Finish:
-        """As `Target.find_finish`: the target has found it, for the same model."""
+        """The finish that the target has found, for the same model."""
         return self.plain.finish
 
     @torch.no_grad()
@@ -118,7 +115,7 @@ class PackedTarget(Target):
 
     @property
     def one_token(self) -> TreeCache:
-        """As `Target.one_token`."""
+        """The cache of the target."""
         return self.plain.one_token
 
     @property
@@ -127,77 +124,47 @@ class PackedTarget(Target):
         return torch.bfloat16
 
     def _plain_output_head(self) -> nn.Linear | None:
-        """As `Target._plain_output_head`, of the model's own."""
+        """The plain output head of the model itself."""
         return self.plain._plain_output_head()
 
-    @torch.no_grad()
-    def run(
-        self,
-        input_ids: torch.Tensor,  # [B, T]
-        position_ids: torch.Tensor,  # [B, T]
-        attention_mask: LayerMasks,  # [B, 1, T, S]
-        features: FeatureSpec,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> TargetOutput:
-        """As `Target.run`; passes that follow a cache run our kernels."""
-        given = input_ids, position_ids, attention_mask, features, cache
+    def passed(self, given: PassInputs) -> tuple[torch.Tensor | None, Features]:
+        """Logits [B, T, V] and features [B, T, D]; passes that follow a cache run our kernels."""
         with threads.for_a_call():
-            if not self.runs_ours(cache, attention_mask):
-                return self.plain.run(*given, logits_to_keep)
-            if (found := self.in_few_calls(*given)) is None:
-                return super().run(*given, logits_to_keep)
+            if not self.runs_ours(given):
+                return self.plain.passed(given)
+            if (found := self.in_few_calls(given)) is None:
+                return super().passed(given)
+            if (kept := given.logits_to_keep) is None:
+                return None, found
             assert found.last is not None
-            logits = self.project(found.last[:, -logits_to_keep:])
-            return TargetOutput(logits, found)
+            return self.project(found.last[:, -kept:]), found
 
-    @torch.no_grad()
-    def read(
-        self,
-        input_ids: torch.Tensor,  # [B, T]
-        position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
-        features: FeatureSpec,
-        cache: Cache | None = None,
-    ) -> Features:
-        """As `Target.read`; passes that follow a cache run our kernels."""
-        given = input_ids, position_ids, attention_mask, features, cache
-        with threads.for_a_call():
-            if not self.runs_ours(cache, attention_mask):
-                return self.plain.read(*given)
-            return self.in_few_calls(*given) or super().read(*given)
-
-    def in_few_calls(
-        self,
-        input_ids: torch.Tensor,  # [B, T]
-        position_ids: torch.Tensor,  # [B, T]
-        attention_mask: LayerMasks,  # [B, 1, T, S]
-        features: FeatureSpec,
-        cache: Cache | None,
-    ) -> Features | None:
+    def in_few_calls(self, given: PassInputs) -> Features | None:
         """The features of a pass that follows a cache; None where the twin's own code runs."""
-        if self.decoder is None or not isinstance(cache, TreeCache):
+        if self.decoder is None or not isinstance(given.cache, TreeCache):
             return None
-        mask, _ = self._layer_masks(attention_mask)
-        are_here = all(-1 <= tap <= self.num_layers for tap in features.layers)
+        mask, _ = self._layer_masks(given.mask)
+        taps = given.features.layers
+        are_here = all(-1 <= tap <= self.num_layers for tap in taps)
         if not (are_here and isinstance(mask, torch.Tensor)):
             return None
         with hook_lock(self.model):  # passes of several threads would wait for each other's threads
-            return self.decoder(input_ids, position_ids, mask, cache, features.layers)
+            return self.decoder(given.ids, given.positions, mask, given.cache, taps)
 
-    def runs_ours(self, cache: Cache | None, mask: LayerMasks) -> bool:
+    def runs_ours(self, given: PassInputs) -> bool:
         """Whether a pass runs our kernels: it follows a cache that has room for it."""
-        follows = isinstance(cache, TreeCache) and bool(cache.keys) and mask is not None
+        cache = given.cache
+        follows = isinstance(cache, TreeCache) and bool(cache.keys) and given.mask is not None
         return follows and not self.is_hooked
 
     @property
     def reads_rows_alone(self) -> bool:
-        """As `Target.reads_rows_alone`: so the passes over a prompt are the same in any batch."""
+        """Always true: so the passes over a prompt are the same in any batch."""
         return True
 
     @cached_property
     def same_bits(self) -> bool:
-        """As `Target.same_bits`: where our kernels compute all that could differ."""
+        """True where our kernels compute all that could differ, see `Target.same_bits`."""
         parts = list(self.called.modules())
         if any(isinstance(part, PackedLayer) for part in parts):
             known = PackedLayer, PackedLinear, PackedNorm, PackedRotations
@@ -208,7 +175,7 @@ class PackedTarget(Target):
         return (
             self.config._attn_implementation == "sdpa"
             and self.model._supports_attention_backend
-            and all(states.shape[-1] % NORM_MULTIPLE == 0 for states in self.one_token.states)
+            and all(states.shape[-1] <= LARGEST_HEAD for states in self.one_token.states)
             and all(map(has_our_products, self.model.modules()))
             and is_alike(self)
         )
@@ -225,8 +192,9 @@ def packed_target(target: Target, in_int8: bool = False) -> Target:
         return target
     if target.dtype != torch.bfloat16:
         return target
+    kernel_set()  # raises UserError where the user names one that cannot run
     try:
-        target.check_compilable()
+        target.check_packable()
         if reason := obstacle(target):
             raise UserError(reason)
         made = PackedTarget(target, in_int8)
@@ -238,13 +206,16 @@ def packed_target(target: Target, in_int8: bool = False) -> Target:
     return made
 
 
+BACKENDS["packed"] = packed_target
+
+
 def obstacle(target: Target) -> str | None:
-    """Why a target cannot have our kernels; None where it can."""
+    """The reason that a target cannot have our kernels; None where it can."""
     if not library.loaded():
         return "there are none for this processor"
     if target.has_encoder:
         return "it has an encoder"
-    if target.backend.compiles or target.same_bits:
+    if target.backend.records or target.same_bits:
         return "its passes are made otherwise already"
     if has_hooks(target.model):
         return HOOKED

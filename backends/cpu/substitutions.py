@@ -1,22 +1,17 @@
-"""What runs instead of operations on a CPU: our kernels, and in passes that torch compiles.
-
-`SUBSTITUTIONS`, at the end, is the table: operation, replacement, condition.
-"""
+"""The kernels that run on a CPU instead of functions of ours: see the table `KERNELS`."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD, NORM_MULTIPLE
+from drafthead.backends.cpu.kernels.operations import LARGEST_HEAD
 from drafthead.core import sampling
 from drafthead.core.kv_cache.column_cache import additive, move_columns, visible_columns
-from drafthead.core.substitution import Substitution
 from drafthead.core.trees.tree import TreeTables
 from drafthead.heads.growing import dynamic
-from drafthead.heads.growing.dynamic import Candidates, Opened
+from drafthead.heads.growing.dynamic import Growth, Opened
 
 
 def replacement_of(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,50 +46,9 @@ def has_mask(
     *_: Any,
     **__: Any,
 ) -> bool:
-    """Whether there is a mask, and the kernel takes queries of this size."""
-    size = query.shape[-1]
-    fits = size % NORM_MULTIPLE == 0 and size <= LARGEST_HEAD
+    """Whether there is a mask, and the kernel takes heads of these sizes, padded with zeros."""
+    fits = max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD
     return attn_mask is not None and fits and query.dtype == torch.bfloat16
-
-
-def attention(
-    query: torch.Tensor,  # [B, H, T, D]
-    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
-    value: torch.Tensor,  # [B, G, S, D]
-    attn_mask: torch.Tensor | None = None,  # [B, 1 or H, T, S] bool, or added to the scores
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention [B, H, T, D] with torch's arguments, by torch."""
-    mask = None if attn_mask is None else added(attn_mask, query.dtype)
-    scale = scale or query.shape[-1] ** -0.5
-    # torch works through blocks of queries: with one query, its time grows five times as fast with
-    # the number of keys.
-    if query.shape[2] == 1:
-        return attention_of_one(query, key, value, mask, scale, enable_gqa)
-    return functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def attention_of_one(
-    query: torch.Tensor,  # [B, H, 1, D]
-    key: torch.Tensor,  # [B, G, S, D], H a multiple of G
-    value: torch.Tensor,  # [B, G, S, D]
-    mask: torch.Tensor | None,  # [B, 1 or H, 1, S] added to the scores
-    scale: float,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """softmax(query key^T scale + mask) value [B, H, 1, D]."""
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(-1, -2)) * scale
-    if mask is not None:
-        scores = scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def added(
@@ -115,44 +69,29 @@ def kernel(name: str) -> Callable[..., Any]:
     return call
 
 
-def opened(
-    nodes: Candidates,
-    outputs: torch.Tensor,  # [B, F, D]
-    visible: torch.Tensor | None,  # [B, F, P]
-    slots: torch.Tensor,  # [n]
-    width: int,
-) -> Opened:
-    """`dynamic.open_level` by our kernel."""
-    known = nodes.scores, nodes.tokens, nodes.opened, outputs, visible
+def opened(growth: Growth, slots: torch.Tensor, width: int) -> Opened:
+    """`dynamic.open_level`, for `slots` [n], by our kernel."""
+    known = growth.scores, growth.tokens, *growth[3:]
     return Opened(*torch.ops.drafthead.open_level(*known, len(slots), width))
 
 
 def extended(
-    nodes: Candidates,
+    growth: Growth,
     opened: torch.Tensor,  # [B, n]
     log_probs: torch.Tensor,  # [B, n, k]
     tokens: torch.Tensor,  # [B, n, k]
-) -> Candidates:
+) -> Growth:
     """`dynamic.with_children` by our kernel."""
-    scores, ids, parents = torch.ops.drafthead.with_children(*nodes[:3], opened, log_probs, tokens)
-    return Candidates(scores, ids, parents, opened)
+    scores, ids, parents = torch.ops.drafthead.with_children(*growth[:3], opened, log_probs, tokens)
+    return growth._replace(scores=scores, tokens=ids, parents=parents, opened=opened)
 
 
-def chosen(nodes: Candidates, slots: torch.Tensor, levels: int) -> TreeTables:
+def chosen(growth: Growth, slots: torch.Tensor, levels: int) -> TreeTables:
     """`dynamic.best_tree`, for `slots` [N], by our kernel."""
-    return TreeTables(*torch.ops.drafthead.best_tree(*nodes[:3], len(slots)))
+    return TreeTables(*torch.ops.drafthead.best_tree(*growth[:3], len(slots)))
 
 
-def always(*_: Any, **__: Any) -> bool:
-    """For all arguments."""
-    return True
-
-
-# In passes that torch compiles for a CPU.
-ATTENTION = [Substitution(functional.scaled_dot_product_attention, attention, always)]
-# Where our kernels run.
 KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
-    sampling.draw: kernel("draw"),
     sampling.largest: kernel("largest_logits"),
     move_columns: kernel("move_columns"),
     visible_columns: kernel("visible_columns"),

@@ -1,6 +1,6 @@
-"""How many threads a call of a graph uses: one while other programs want the processors.
+"""The number of threads of a call of our kernels: one while other programs want the processors.
 
-The threads of a graph wait for each other at the end of each operation, a hundred times a pass, and
+The threads of a call wait for each other at the end of each part, some hundred times a pass, and
 OpenMP waits by counting, for milliseconds. On a busy machine one of them is always interrupted: the
 others use up their own time with waiting, and a pass takes ten times as long as its share of the
 machine would explain. A single thread waits for nobody.
@@ -54,11 +54,11 @@ class Crowding:
         self.seen, self.since = seen, now
 
 
-class Threads:
+class KernelThreads:
     """Sets the number of threads for single calls."""
 
     def __init__(self, crowding: Crowding, set_threads: Callable[[int], object] | None):
-        """Without `set_threads` calls use as many threads as they were compiled for."""
+        """Without `set_threads` calls use as many threads as torch does."""
         self.crowding, self.set_threads = crowding, set_threads
 
     @contextmanager
@@ -68,7 +68,7 @@ class Threads:
         if self.set_threads is None or count == 1 or not self.crowding.now(count):
             yield
             return
-        # Of OpenMP alone: torch's own setting, which graphs are compiled for, stays.
+        # Of OpenMP alone: torch's own setting stays.
         self.set_threads(1)
         try:
             yield
@@ -91,6 +91,6 @@ def waited(threads: Path = Path("/proc/self/task")) -> float:
 
 
 # torch's own function, `set_num_threads`, would also set up the libraries for products again.
-threads = Threads(
+threads = KernelThreads(
     Crowding(time.perf_counter, waited), None if OPENMP is None else OPENMP.omp_set_num_threads
 )

@@ -17,7 +17,7 @@ FIELDS = tl.constexpr(6)  # of a row of the table
 
 
 class CacheTable:
-    """Where the keys and values of all layers are, as numbers on their device.
+    """The addresses of all layers' keys and values, as numbers on their device.
 
     It is for the memory that a cache has now, not for that in which it goes on when it grows.
     """
@@ -31,14 +31,14 @@ class CacheTable:
 
 
 def fields_of(states: torch.Tensor) -> tuple[int, ...]:
-    """A layer's address, heads, words of a head, and words between rows, heads and columns."""
+    """Address, heads, words of a head, and between rows, heads and columns, of [B, G, S, D]."""
     assert states.stride(3) == 1
     sizes = (states.shape[3], *states.stride()[:3])
     return states.data_ptr(), states.shape[1], *(words(states, size) for size in sizes)
 
 
 def words(states: torch.Tensor, count: int) -> int:
-    """How many words that many numbers are."""
+    """The number of words of that many numbers of a tensor [...]."""
     assert count * states.element_size() % WORD == 0
     return count * states.element_size() // WORD
 

@@ -12,14 +12,16 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
 from torch import nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch.func import functional_call
 
-from drafthead.backends.compiled import with_own_code
-from drafthead.backends.cuda import MOST_LARGEST
+from drafthead.backends.cuda.compiled import UNCOMPILED, small_graphs, with_own_code
+from drafthead.backends.cuda.fingerprint import (
+    UndescribedError,
+    described,
+    digest,
+    without_numbers,
+)
 from drafthead.backends.cuda.layer_arguments import (
     Form,
     OneLayer,
@@ -31,21 +33,13 @@ from drafthead.backends.cuda.layer_arguments import (
 )
 from drafthead.backends.cuda.merged_products import MergedProducts
 from drafthead.backends.cuda.tree_kernels import KernelCache
-from drafthead.backends.fingerprint import UndescribedError, described, digest, without_numbers
 from drafthead.core.errors import first_line
-from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.tree_cache import StepCache
 
 # At one row inductor then makes matrix products its own, with norms and residuals fused into them.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
-# One or several rows, one or several nodes, by masks and windows of layers.
-MOST_VARIANTS = 64
-LONG = 1024  # numbers of a row, of which our kernel finds the largest; fewer are sorted as quickly
 # Why a layer stays uncompiled: what it is, torch's ways, or our reading of these.
-OBSTACLES = (
-    UnlikeError, UndescribedError, TorchDynamoException, FailOnRecompileLimitHit, InductorError,
-    AttributeError,
-)  # fmt: skip
+OBSTACLES = UnlikeError, UndescribedError, *UNCOMPILED
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +78,7 @@ class CompiledLayers:
         logger.warning("layers are not compiled: %s", line)
 
     def _in_place_of(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        """What layer `number` computes instead of its `own` forward function."""
+        """The output of layer `number`, instead of its `own` forward function's."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             """The layer's value."""
@@ -140,7 +134,7 @@ class LayerCode:
             columns: torch.Tensor,  # [T] that the pass writes
             *others: torch.Tensor,
         ) -> Any:
-            """What the layer returns; its keys and values are written to the cache."""
+            """The layer's output; its keys and values are written to the cache."""
             cache: StepCache = OneLayer([keys], [values], columns, end.shape[0])
             if pending is not None:
                 cache = OneKernelLayer([keys], [values], pending)
@@ -151,47 +145,6 @@ class LayerCode:
 
         own = with_own_code(run)  # torch counts variants by code
         return torch.compile(own, fullgraph=True, dynamic=True, options=self.options)
-
-
-def has_kernel(x: torch.Tensor, k: int, dim: int = -1) -> bool:
-    """Whether there is a kernel for the k largest of x [..., V]; rows that are short need none."""
-    return x.device.type == "cuda" and dim == -1 and k <= MOST_LARGEST < LONG < x.shape[-1]
-
-
-def largest(x: torch.Tensor, k: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of x [..., V] and their places, both [..., k], by our kernel."""
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.drafthead.largest(x, k)
-    return found
-
-
-LARGEST = Substituting([Substitution(torch.Tensor.topk, largest, has_kernel)])
-
-
-class Fused:
-    """A function of tensors under `torch.compile`, for recordings; as it is where that fails."""
-
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None = None):
-        """`options` are those of torch's code generator."""
-        self.function = self.__wrapped__ = function  # which has the signature
-
-        def with_kernels(*arguments: Any) -> Any:
-            """The function, with our kernel in place of torch's."""
-            with LARGEST:
-                return function(*arguments)
-
-        own = with_own_code(with_kernels)
-        self.code = torch.compile(own, fullgraph=True, dynamic=True, options=options or {})
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The function's value."""
-        try:
-            with small_graphs():
-                return self.code(*arguments)
-        except OBSTACLES as error:
-            line = first_line(error)
-            logger.warning("%s is not compiled: %s", self.function, line)
-            self.code = self.function
-            return self.function(*arguments)
 
 
 def cache_in(arguments: Any) -> StepCache:
@@ -219,15 +172,6 @@ def without_weights(layer: nn.Module) -> nn.Module:
         is_parameter = isinstance(weight, nn.Parameter)
         known[id(weight)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
     return deepcopy(layer, known)
-
-
-@contextmanager
-def small_graphs() -> Iterator[None]:
-    """Within, sizes change freely within a graph, and there may be one for each kind of pass."""
-    # Sizes that happen to be equal now, such as positions and nodes, need not stay so.
-    duck = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS), duck:
-        yield
 
 
 class Together(AbstractContextManager[None]):

@@ -122,15 +122,13 @@ def _(
 
 def draw(
     logits: torch.Tensor,  # [B, N, V]
-    tokens: torch.Tensor,  # [B, N] of a tree
-    parents: torch.Tensor,  # [B, N], -1 for the root
     keys: torch.Tensor,  # [B, N] of the races
     settings: torch.Tensor,  # [B, 4], see `SamplingConfig.settings`
     filtered: bool,  # whether any row's settings are more than a temperature
 ) -> torch.Tensor:
     """The target's own token [B, N] after each node, as `sampling.draw` has it; none is sorted."""
     if not filtered:
-        return sampling.draw(logits, tokens, parents, keys, settings, filtered)
+        return sampling.draw(logits, keys, settings, filtered)
     scores = logits.float()
     largest = scores.amax(-1, keepdim=True)
     times = arrival_times(keys, torch.arange(logits.shape[-1], device=logits.device))

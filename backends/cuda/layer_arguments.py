@@ -1,4 +1,4 @@
-"""What a model gives each of its layers in a pass, and how to run one layer with just that.
+"""The arguments that a model gives each layer in a pass, to run one layer with just them.
 
 A layer is called as `layer(hidden, *args, **kwargs)`, with tensors, constants and the cache among
 the arguments. Here it is a function of tensors: its input, its part of the cache, and the others.
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ class OneLayer(StepCache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `StepCache.update`."""
+        """Keep keys and values as `StepCache.update` does."""
         return self.append(0, key_states, value_states)
 
 
@@ -49,7 +48,7 @@ class LayerTensors(NamedTuple):
 
     @property
     def flat(self) -> list[torch.Tensor]:
-        """All of them in one list."""
+        """All tensors [...] in one list."""
         return [self.hidden, self.keys, self.values, self.columns, *self.others]
 
 
@@ -74,7 +73,7 @@ def tensors_of(number: int, arguments: Any) -> LayerTensors:
 
 
 def leaves(value: Any) -> list[Any]:
-    """What arguments consist of, in order."""
+    """The parts of arguments, in order."""
     if isinstance(value, list | tuple):
         return [leaf for part in value for leaf in leaves(part)]
     if isinstance(value, dict):
@@ -98,7 +97,7 @@ def form_of(value: Any) -> Form:
 
 
 def filled(form: Form, tensors: Iterator[torch.Tensor], cache: StepCache) -> Any:
-    """The inverse of `form_of`."""
+    """The inverse of `form_of`, for tensors [...]."""
     if form == "tensor":
         return next(tensors)
     if form == "cache":
@@ -119,9 +118,12 @@ def replaced(
     """Within, layer i is computed by `make(i, forward)`, in passes of this thread."""
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
-            own = layer.forward
-            mine = in_place_of(own, make(number, own))
-            stack.enter_context(patch.object(layer, "forward", mine))
+            own, given = layer.forward, vars(layer).get("forward")
+            if given is None:
+                stack.callback(delattr, layer, "forward")
+            else:
+                stack.callback(setattr, layer, "forward", given)
+            layer.forward = in_place_of(own, make(number, own))
         yield
 
 

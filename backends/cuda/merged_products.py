@@ -85,7 +85,7 @@ class LaterOfGroup(nn.Module):
         self.group, self.place = [first], place  # in a list: it is no part of this one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K]
-        """What the first has made; raises UnlikeError where it has read something else."""
+        """The first product's output; raises UnlikeError where it has read something else."""
         if x is not self.group[0].read:
             raise UnlikeError("products of one group read different rows")
         return self.group[0].made[self.place]
@@ -93,7 +93,7 @@ class LaterOfGroup(nn.Module):
 
 @torch.library.custom_op("drafthead::in_memory", mutates_args={"x"})
 def in_memory(x: torch.Tensor) -> None:
-    """Nothing: what may be written to is computed once, and read from memory by what follows."""
+    """Nothing: an x [...] that may be written to is computed once, and then read from memory."""
 
 
 class FromMemory(nn.Module):
@@ -129,7 +129,7 @@ class MergedProducts:
                 setattr(part, READER, FromMemory(reader))
 
     def weights_of(self, layer: nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of a layer of this kind, under the names in the copy."""
+        """The parameters and buffers [...] of a layer of this kind, by the names in the copy."""
         weights = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         for name, group in self.groups:
             part, path = layer.get_submodule(name), f"{name}." if name else ""

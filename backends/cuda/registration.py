@@ -27,7 +27,7 @@ from drafthead.backends.cuda.tree_attention import (
     tree_attention,
 )
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.column_cache import Growing
+from drafthead.core.kv_cache.column_cache import GrowingKeys
 from drafthead.core.target.masks import LayerKind, LayerMasks, uses_alibi
 
 NAME, LATER = "drafthead_tree", "drafthead_later"
@@ -42,7 +42,7 @@ def sights(
     starts: torch.Tensor | None,  # [B] column of the first of the M nodes; None: the length
     kinds: tuple[LayerKind, ...],
 ) -> LayerMasks:
-    """What a model takes as its mask for a pass over a tree: one, or one for each kind of layer.
+    """The mask of a pass over a tree, as the model takes it: one, or one for each kind of layer.
 
     Each is int64 [B, 1, 3 or 4, N]: the bits of the nodes that a node sees, its row's length and
     the tree's first column, and where a layer's reach is limited the first column that it sees.
@@ -72,8 +72,8 @@ def _sight(
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,  # [B, H, N, D]
-    key: Growing,
-    value: Growing,
+    key: GrowingKeys,
+    value: GrowingKeys,
     attention_mask: torch.Tensor,  # of `sights`
     scaling: float | None = None,
     softcap: float | None = None,
@@ -84,7 +84,7 @@ def attend(
 
     Raises UserError for keys of another cache, and for what the kernel does not know.
     """
-    if not isinstance(key, Growing) or not isinstance(value, Growing):
+    if not isinstance(key, GrowingKeys) or not isinstance(value, GrowingKeys):
         raise UserError(f"{type(module).__name__} has keys that are not of the tree's cache")
     refuse(module, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -129,7 +129,7 @@ def attend_later(
 
 
 def later_mask(end: int, device: torch.device) -> torch.Tensor:
-    """What a model takes as its mask when its layers `attend_later` to so many columns."""
+    """The mask [1, 1, 0, S] that a model takes when its layers `attend_later` to S columns."""
     return torch.empty(1, 1, 0, end, dtype=torch.long, device=device)
 
 
@@ -190,7 +190,7 @@ def in_attention_of(config: PretrainedConfig, name: str = NAME) -> Iterator[None
 
 
 def reason_against(model: PreTrainedModel, config: PretrainedConfig) -> str | None:
-    """Why a model's passes over trees cannot have this attention; None where they can.
+    """The reason that a model's passes over trees cannot have this attention; None if they can.
 
     `config` is that of its decoder.
     """

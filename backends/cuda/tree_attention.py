@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class States(NamedTuple):
-    """What a kernel computes with; the last dimension D has a stride of one."""
+    """The tensors that a kernel computes with; the last dimension D has a stride of one."""
 
     query: torch.Tensor  # [B, H, N, D]
     key_cache: torch.Tensor  # [B, G, C, D]
@@ -45,7 +45,7 @@ class States(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the first kernel writes: parts for the second, or the output where there is one split.
+    """The first kernel's output: parts for the second, or all where there is one split.
 
     A part is the attention to the keys of one split, its weight the logarithm of their sum.
     """
@@ -66,7 +66,7 @@ class Outputs(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How the work of a call is cut up; numbers are powers of two, but for `stages`."""
+    """The split of a call's work; numbers are powers of two, but for `stages`."""
 
     splits: int  # programs for the same rows: one has the tree, the others share the columns
     least: int  # columns of a share, of which short rows make fewer: each costs a part to write
@@ -159,7 +159,7 @@ def warn_of_small_blocks(reason: str) -> None:
 
 
 def ancestor_bits(visible: torch.Tensor) -> torch.Tensor:
-    """Which of M <= 64 nodes each of N sees, bool [..., N, M], as bits of int64 [..., N].
+    """The nodes of M <= 64 that each of N sees, bool [..., N, M], as bits of int64 [..., N].
 
     A node that sees nodes 0 and 2 has the number 5.
     """
@@ -168,7 +168,7 @@ def ancestor_bits(visible: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_for(query: torch.Tensor, groups: int) -> Blocks:
-    """How a call with a query [B, H, N, D] is cut up whose heads share G = `groups` of keys."""
+    """The split of a call with a query [B, H, N, D] whose heads share G = `groups` of keys."""
     batch, heads, nodes, head_size = query.shape
     num_rows = nodes * heads // groups
     if query.dtype == torch.float32:  # whose products are sums of numbers in registers

@@ -13,9 +13,9 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.backends.cuda import MOST_NODES
-from drafthead.backends.cuda.recordings import place_of
+from drafthead.backends.cuda.recorded import place_of
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.column_cache import Growing
+from drafthead.core.kv_cache.column_cache import GrowingKeys
 from drafthead.core.target.masks import LayerKind, LayerMasks
 from drafthead.core.target.tree_cache import StepCache
 
@@ -47,11 +47,11 @@ class KernelCache(StepCache):
         layer: int,
         keys: torch.Tensor,  # [B, G, N, D]
         values: torch.Tensor,  # [B, G, N, D]
-    ) -> tuple[Growing, Growing]:
-        """What the attention is to be given as the keys and the values of a layer."""
+    ) -> tuple[GrowingKeys, GrowingKeys]:
+        """The keys and the values of a layer as the attention is given them."""
         return (
-            Growing(self.keys[layer], keys, self.pending),
-            Growing(self.values[layer], values, self.pending),
+            GrowingKeys(self.keys[layer], keys, self.pending),
+            GrowingKeys(self.values[layer], values, self.pending),
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -59,7 +59,7 @@ class KernelCache(StepCache):
         raise UserError("this model counts columns of its cache, whose number the GPU alone knows")
 
 
-class TreeKernels:
+class CudaTreeKernels:
     """Attention over trees, and the moves after a verdict, in a launch or two each."""
 
     most_nodes = MOST_NODES
@@ -78,7 +78,7 @@ class TreeKernels:
     @classmethod
     def for_model(
         cls, model: PreTrainedModel, config: PretrainedConfig, kinds: tuple[LayerKind, ...]
-    ) -> "TreeKernels | None":
+    ) -> "CudaTreeKernels | None":
         """The kernels, or None, with a line in the log, where the model cannot have them."""
         if config._attn_implementation != "sdpa" or is_old(model.device):
             return None
@@ -98,7 +98,7 @@ class TreeKernels:
         lengths: torch.Tensor,  # [B] committed positions
         start: torch.Tensor,  # [] column of the first of the M nodes
     ) -> LayerMasks:
-        """What the model takes as its mask: see `registration.sights`."""
+        """The mask for the model, see `registration.sights`."""
         return self.registration.sights(visible, lengths, start.expand_as(lengths), self.kinds)
 
     def sight(
@@ -123,7 +123,7 @@ class TreeKernels:
         return self.registration.in_attention_of(self.config)
 
     def later_mask(self, end: int, device: torch.device) -> torch.Tensor:
-        """The mask of positions of a prompt that are the last of so many columns."""
+        """The mask [1, 1, 0, S] of a prompt's positions that are the last of so many columns."""
         return self.registration.later_mask(end, device)
 
     def used_later(self) -> AbstractContextManager[None]:

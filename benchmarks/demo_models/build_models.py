@@ -29,7 +29,7 @@ from demo_models.corpus import Pair, package_versions, read_corpus
 from demo_models.rollouts import ASKED, Polishing, greedy_behaviour, polish
 from demo_models.training import IGNORE, LEARN, Example, Recipe, TrainingRun, mean_loss
 from drafthead.core.storage.files import write_text
-from drafthead.train.optimizers import OptimizerConfig
+from drafthead.train.settings import OptimizerConfig
 
 logger = logging.getLogger(__name__)
 

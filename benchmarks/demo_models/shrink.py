@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from demo_models.rollouts import ASKED, Polishing, greedy_behaviour, polish
 from demo_models.training import Recipe
 from drafthead.core.storage.files import write_text
-from drafthead.train.optimizers import OptimizerConfig
+from drafthead.train.settings import OptimizerConfig
 
 OPTIMIZER = OptimizerConfig(
     name="muon", lr=3e-4, muon_lr=0.003, schedule="linear", warmup_ratio=0.1

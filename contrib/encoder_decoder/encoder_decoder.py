@@ -41,7 +41,7 @@ class EncoderDecoderTarget(Target):
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        """As `Target`. Raises UserError also for a model that names no token to begin with."""
+        """Raises UserError as `Target` does, and for a model that names no token to begin with."""
         super().__init__(model, tokenizer)
         self.decoder_prompt = first_tokens(self.model)
 
@@ -73,7 +73,7 @@ class EncoderDecoderTarget(Target):
                 raise UserError(f"{type(self.model).__name__} is not supported as target: {reason}")
 
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
-        """What the output head reads: BART's decoder has no final norm, and T5 scales its state."""
+        """The input of the output head: BART has no final norm, and T5 scales its state."""
         return Place(self.model.get_output_embeddings(), is_input=True)
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ class SourceCache(TreeCache):
         return [SourceStates(*(s[:, :, : self.widest] for s in pair)) for pair in pairs]
 
     def source_mask(self, num_nodes: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Which of these columns N nodes see, their row's source: [B, 1, N, W], added to scores.
+        """A mask of these columns, [B, 1, N, W], added to scores: N nodes see their row's source.
 
         None where all of them are.
         """
@@ -63,12 +63,13 @@ class SourceCache(TreeCache):
         return additive(own, dtype).expand(-1, -1, num_nodes, -1)
 
     def mask(self, visible: torch.Tensor) -> torch.Tensor:
-        """As `ColumnCache.mask`, for self-attention: a row does not see its source."""
+        """The mask [B, 1, N, S] of self-attention: a row does not see its source."""
         seen = super().mask(visible)
         columns = torch.arange(seen.shape[-1], device=self.sources.device)
         return seen & (columns >= self.sources[:, None])[:, None, None]
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+        """Keep the rows [R] only, with their sources."""
         super().keep_rows(rows, longest)
         self.sources = self.sources[rows]
 

@@ -60,10 +60,12 @@ class OtherTokenizer(DraftModel):
 
     def check_tokenizers(self, target: Target, model: Target) -> None:
         """Any two will do for which there is a `Translator`; raises UserError for models with an
-        encoder.
+        encoder, and for a draft model with running states: it goes back in its own text.
         """
         for each in (target, model):
             each.refuse_encoder("a draft model with another tokenizer")
+        if model.stateful_layers is not None:
+            model.refuse_states("drafting with another tokenizer")
 
     def writes(self, budget: Budget, random: Choice) -> bool:
         """Tell whether a proposal within the budget is written as text, which follows no draws."""
@@ -71,14 +73,17 @@ class OtherTokenizer(DraftModel):
         return self.shared is None or (is_chain and random is None)
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [..., S] of shared tokens, of all [..., V]."""
         assert self.shared is not None
         return logits.index_select(-1, self.shared.draft_ids)
 
     def target_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """The target's numbers of shared tokens at places [...]."""
         assert self.shared is not None
         return self.shared.target_ids[places]
 
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The draft model's numbers of the target's tokens [...]."""
         assert self.shared is not None
         return self.shared.of_target[tokens]
 
@@ -87,6 +92,7 @@ class OtherTokenizer(DraftModel):
         return f"{super().__repr__()} by text{shared}"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T] of lengths [B], which it reads as text."""
         return OtherTokenizerSession(self, prompts, lengths)
 
 

@@ -1,4 +1,4 @@
-"""What a draft model writes in its own tokens, as tokens of a target with another tokenizer.
+"""The text of a draft model's own tokens, as tokens of a target with another tokenizer.
 
 The draft model's tokens become text, and the text becomes those tokens that the target's tokenizer
 would write after the text before it (string-level exact match: Timor et al., 2025, arXiv

@@ -137,8 +137,8 @@ class TranslatedRow:
         return stay, self.read[stay:]
 
     def _encode(self) -> tuple[int, list[int], list[int]]:
-        """How many of the draft's tokens stay as they are, those of the text after them, and where
-        these end; encodes only what may have changed.
+        """The number of the draft's tokens that stay, those of the text after them, and where these
+        end; encodes only what may have changed.
 
         Tokens that end long before the text does stay. Encoding starts earlier still, at the end of
         another of them, and what it gives before the first that may change is dropped.

@@ -16,7 +16,7 @@ from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
-from drafthead.infer.loaded import Fitting, register_drafter
+from drafthead.infer.loading.loaded import Fitting, register_drafter
 
 LIST = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 
@@ -53,6 +53,7 @@ class OwnLayers(LevelDrafter):
         return f"{super().__repr__()} within the target"
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+        """A session for prompts [B, T], which the target's cache holds."""
         return OwnLayersSession(self)
 
 

@@ -14,8 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.architecture import (
-    LAYER_NAMES,
     find_decoder,
+    find_layers,
     keep_layers,
     with_own_children,
 )
@@ -65,18 +65,19 @@ def with_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     Passes of both that need hooks wait for each other.
     """
     decoder = find_decoder(model)
-    path = next(name for name, module in model.named_modules() if module is decoder)
+    its_layers = find_layers(decoder)
+    names = {id(module): name for name, module in model.named_modules()}
     twin = with_own_children(model)
     twin.config = deepcopy(model.config)
     own: nn.Module = twin
-    for name in path.split(".") if path else []:
+    *owners, place = names[id(its_layers)].split(".")
+    for name in owners:
         own._modules[name] = with_own_children(getattr(own, name))
         own = getattr(own, name)
+    own._modules[place] = nn.ModuleList(its_layers[layer] for layer in layers)  # type: ignore[index]
     config = twin.config.get_text_config(decoder=True)
     keep_layers(config, layers)
-    own.config = config  # type: ignore[assignment]  # torch takes attributes for its own
-    place = next(name for name in LAYER_NAMES if isinstance(getattr(own, name, None), nn.Module))
-    own._modules[place] = nn.ModuleList(getattr(decoder, place)[layer] for layer in layers)
+    twin.get_submodule(names[id(decoder)]).config = config  # type: ignore[assignment]  # torch takes attributes for its own
     share_lock(twin, model)
     return twin
 

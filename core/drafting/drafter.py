@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.core.coupling import Choice
+from drafthead.core.drafting.form import Forms
 from drafthead.core.drafting.row_state import RowState
 from drafthead.core.host import to_host
 from drafthead.core.kv_cache.cache_memory import FreshMemory
@@ -18,7 +19,7 @@ from drafthead.core.sampling import NO_TOKEN, Sampling
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.core.target.tree_cache import TreeCache
-from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import Budget
 
 # By row, the names of what may draft for it; None: all that there is, for a row or for all of them.
@@ -26,7 +27,7 @@ Wanted: TypeAlias = Sequence[frozenset[str] | None] | None
 
 
 def wanting(wanted: Wanted, names: Collection[str]) -> list[bool] | None:
-    """Which rows want drafts of one of these names; None: all do."""
+    """The rows that want drafts of one of these names; None: all do."""
     if wanted is None:
         return None
     return [own is None or not own.isdisjoint(names) for own in wanted]
@@ -64,7 +65,7 @@ class LateTokens:
 
 @dataclass(frozen=True)
 class Committed:
-    """What the target committed in one pass, as a drafter needs it to go on.
+    """The tokens that a target committed in one pass, with what a drafter needs to go on.
 
     For each row: the target's features at the committed positions, and the token that follows each
     of them. After a pass that accepted "b c" after root "a" and added the bonus token "d", the
@@ -82,10 +83,11 @@ class Committed:
     # into it, which it discards.
     cache: TreeCache | None = None
     late: LateTokens | None = None  # in place of `host_tokens`, where the step may still run
+    salt: str = ""  # of prompts: what their rows say is known to rows of the same alone
 
     @cached_property
     def ends(self) -> Ends:
-        """The next roots and what predicted them; already known after a compiled step."""
+        """The next roots and what predicted them; already known after a step in one call."""
         if self.known_ends is not None:
             return self.known_ends
         last = self.features.last
@@ -119,7 +121,7 @@ class Committed:
         return self.counts
 
     def of_rows(self, rows: Sequence[int]) -> "Committed":
-        """What was committed in some rows, in that order."""
+        """The commits of some rows, in that order."""
         places = torch.tensor(rows, device=self.tokens.device)
         new_tokens = [self.new_tokens[row] for row in rows]
         return Committed(
@@ -129,6 +131,7 @@ class Committed:
             width=max(map(len, new_tokens)),
             host_tokens=new_tokens,
             cache=self.cache,
+            salt=self.salt,
         )
 
     def cut(self) -> "Committed":
@@ -138,7 +141,7 @@ class Committed:
 
         def cut(part: torch.Tensor) -> torch.Tensor:
             # A contiguous copy: a view would keep the wider table's row stride, and every stride
-            # compiles another graph.
+            # is another recording.
             return part[:, : self.width].clone(memory_format=torch.contiguous_format)
 
         tokens, features = cut(self.tokens), self.features.map(cut)
@@ -198,13 +201,13 @@ class DraftSession(RowState, ABC):
     """
 
     wanted: Wanted = None  # by the rows of the next proposal, for sessions of several drafters
+    forms: Forms = None  # of the same rows, for sessions of lookup
 
     @abstractmethod
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
         """A tree within the budget after the last committed token.
 
-        A compiled drafter may give a `TreeRecipe`, whose tokens the graph of the step computes. A
-        budget of depth 0 asks for `Guesses`, which cost no pass.
+        A `Free` budget asks for `Guesses`.
         With a `RowRandom`, children are drawn without replacement and the tree carries the
         distributions they were drawn from. With `NextDraws`, they are the likeliest to be the
         target's own draws. Without either, they are the most probable tokens.
@@ -239,18 +242,14 @@ class Drafter(ABC):
     sampling_rule: str = "match"
 
     def __repr__(self) -> str:
-        """What the time of a proposal depends on, besides its budget and the target.
+        """The parts on which a proposal's time depends, besides its budget and the target.
 
         Costs of steps are kept on disk by this name.
         """
         return type(self).__name__
 
-    def compile(self, target: Target | None = None) -> None:  # noqa: B027  (nothing to compile)
-        """Compile what `propose` runs, if there is something to compile; see backends.
-
-        `target` is the compiled one that is drafted for, whose passes say how those of a draft are
-        made on a GPU.
-        """
+    def compile(self, target: Target) -> None:  # noqa: B027  (nothing to change)
+        """Draft from now on as the passes of this target run: by our kernels, or recorded."""
 
     @abstractmethod
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
@@ -258,12 +257,12 @@ class Drafter(ABC):
 
 
 class NoDrafter(Drafter):
-    """What plain decoding drafts with: nothing."""
+    """The drafter of plain decoding, which proposes nothing."""
 
     features = FeatureSpec(layers=(), last=False)
     budgets = ()
 
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:  # [B, T], [B]
         return NoDraft()
 
 

@@ -1,4 +1,4 @@
-"""What a session knows of each row: rows can be chosen, and joined with those of another."""
+"""A session's state of each row: rows can be chosen, and joined with those of another."""
 
 import copy
 from collections.abc import Iterator, Sequence

@@ -19,8 +19,6 @@ MOST_UNUSED, ALWAYS_KEPT = 2, 2**28
 # Share of a device's memory that a cache may take up from the beginning, and the most columns: a
 # text that outgrows its cache is recorded again, and columns that stay empty cost no time.
 FIRST_SHARE, MOST_AT_FIRST = 1 / 64, 4096
-
-
 # Capacity comes in whole blocks; where passes are recorded, short texts get this many columns too:
 # fewer capacities, recordings.
 BLOCK = 128
@@ -104,11 +102,6 @@ class CacheMemory(FreshMemory):
             return FRESH
         return CacheMemory(torch.cuda.get_device_properties(device).total_memory)
 
-    def first_columns(self, column: int) -> int:
-        """Columns that a cache may have from the beginning, of so many bytes each."""
-        columns = int(self.total * FIRST_SHARE / max(column, 1))
-        return min(MOST_AT_FIRST, 1 << columns.bit_length() >> 1)
-
     def size(self, count: int) -> int:
         return power_of_two(count)
 
@@ -116,9 +109,11 @@ class CacheMemory(FreshMemory):
         return in_steps(end, BLOCK)
 
     def capacity(self, columns: int, column: int) -> int:
-        return in_steps(max(columns, LEAST_RECORDED, self.first_columns(column)), BLOCK)
+        at_first = int(self.total * FIRST_SHARE / max(column, 1))
+        at_first = min(MOST_AT_FIRST, 1 << at_first.bit_length() >> 1)
+        return in_steps(max(columns, LEAST_RECORDED, at_first), BLOCK)
 
-    def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> Lease:
+    def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> Lease:  # [...]
         wanted = made_for(shapes, like)
         with self.lock:
             stores = self._left(wanted)
@@ -158,7 +153,7 @@ class CacheMemory(FreshMemory):
 
 
 def made_for(shapes: Sequence[Shape], like: torch.Tensor) -> object:
-    """What a set of tensors must agree in to be used again.
+    """The properties in which a set of tensors like one [...] must agree to be used again.
 
     On a GPU also in the stream: work of another one may still read what a cache has left.
     """

@@ -9,8 +9,8 @@ Column layout for three rows that have committed 5, 3 and 4 positions (`#`), wit
 
 All rows write their nodes at the same columns, one slice a layer. Committing moves each row's
 accepted nodes to the end of that row's own part. Each layer has memory of its own, so that a
-compiled pass can write into it in place. Where passes are recorded, that memory and all sizes come
-from few; see `CacheMemory`.
+recorded pass can write into it in place; there that memory and all sizes come from few, see
+`CacheMemory`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import pad
 
-from drafthead.core.dims import Spec
 from drafthead.core.kv_cache.cache_memory import (
     BLOCK,
     FRESH,
@@ -56,7 +55,7 @@ def move_columns(
         layer[rows, :, destination] = layer[rows, :, source]
 
 
-class Growing(NamedTuple):
+class GrowingKeys(NamedTuple):
     """The keys or the values of a layer: those of the cache, and those that a pass adds.
 
     What an attention kernel is given that writes the new ones into the cache itself.
@@ -66,15 +65,15 @@ class Growing(NamedTuple):
     new: torch.Tensor  # [B, G, N, D]
     pending: int  # nodes in the cache, which the new ones follow
 
-    def to(self, device: torch.device) -> "Growing":
+    def to(self, device: torch.device) -> "GrowingKeys":
         """These columns on a device, for models whose layers share keys and may be on several."""
-        return Growing(self.cache.to(device), self.new.to(device), self.pending)
+        return GrowingKeys(self.cache.to(device), self.new.to(device), self.pending)
 
 
 class CacheColumns:
-    """What one pass sees of a cache: where its keys and values go, and how far it looks.
+    """A cache as one pass sees it: the place of its keys and values, and how far it looks.
 
-    Made of tensors, so that a compiled pass can be given them.
+    Made of tensors, so that a recorded pass can be given them.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class CacheColumns:
         self.keys, self.values, self.columns, self.end = keys, values, columns, end
 
     def of_layer(self, layer: int) -> "LayerColumns":
-        """What a layer's attention writes its keys and values by."""
+        """The write of keys and values by a layer's attention."""
         return LayerColumns(self, layer)
 
     def append(
@@ -129,7 +128,7 @@ class TreeKernels(Protocol):
         lengths: torch.Tensor,  # [B] committed positions
         start: torch.Tensor,  # [] column of the first of the M nodes
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """What the model takes as its mask, see `LayerMasks`."""
+        """The mask for the model, see `LayerMasks`."""
         ...
 
     def sight(
@@ -157,7 +156,7 @@ class TreeKernels(Protocol):
 
 
 class Room(NamedTuple):
-    """Where a pass writes new nodes, and how far it looks."""
+    """The columns of a pass's new nodes, and how far it looks."""
 
     seen: torch.Tensor  # [S] the numbers of the columns in use; none where a kernel attends
     columns: torch.Tensor  # [N] that the pass writes
@@ -197,17 +196,6 @@ class CacheView(NamedTuple):
         if room.kernels is not None:
             return room.kernels.cache(self.keys, self.values, room.pending)
         return CacheColumns(self.keys, self.values, room.columns, len(room.seen))
-
-
-# Dimensions, see `Dims`, with letters for the new nodes and for the columns that they see.
-def dims_of_room(nodes: str, seen: str = "S") -> tuple[Spec, ...]:
-    """The dimensions of a `Room`."""
-    return seen, nodes, None, None
-
-
-def dims_of_view(nodes: str, seen: str = "S") -> tuple[Spec, ...]:
-    """The dimensions of a `CacheView`."""
-    return "B . C .", "B . C .", "B", dims_of_room(nodes, seen)
 
 
 class ColumnCache:
@@ -257,7 +245,7 @@ class ColumnCache:
         return visible_columns(visible, self.lengths, numbers[:width], columns)
 
     def view(self, num_nodes: int, kernels: TreeKernels | None = None) -> CacheView:
-        """What a pass over N new nodes is given; makes room for them, see `room`."""
+        """The cache as a pass over N new nodes sees it; makes room for them, see `room`."""
         assert self.lengths is not None
         room = self.room(num_nodes, kernels)
         return CacheView(self.keys, self.values, self.lengths, room)
@@ -285,8 +273,8 @@ class ColumnCache:
 
     def _ensure(self, columns: int) -> None:
         """Make room for `columns` and one more."""
-        # A full cache has another layout in memory than any part of it: compiled passes would need
-        # graphs of their own for it.
+        # A full cache has another layout in memory than any part of it: compiled layers would need
+        # code of their own for it.
         if columns < self.keys[0].shape[2]:
             return
         self._enlarge(self._capacity(grown(columns), len(self.keys[0])))
@@ -372,7 +360,7 @@ class ColumnCache:
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
-        """All memory that committed positions take."""
+        """The memory [...] that committed positions take."""
         return self.states
 
     @property

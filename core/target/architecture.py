@@ -1,4 +1,4 @@
-"""Where an architecture of transformers keeps its parts: decoder, layers, final norm, cache."""
+"""The parts of an architecture of transformers: decoder, layers, final norm, cache."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -96,9 +96,26 @@ def cache_argument(function: Callable[..., object]) -> str:
 
 
 def names_in(function: Any) -> set[str]:
-    """What a function looks up."""
+    """The names that a function looks up."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return set() if code is None else {*code.co_names}
+
+
+def words_of(kind: type) -> set[str]:
+    """The names and texts in the code of a class's own methods."""
+    found: set[str] = set()
+    methods = [getattr(inspect.unwrap(each), "__code__", None) for each in vars(kind).values()]
+    codes: list[Any] = [code for code in methods if code is not None]
+    for code in codes:  # which grows by the functions within
+        texts = [text for each in code.co_consts for text in (each, *as_tuple(each))]
+        found |= {*code.co_names, *(text for text in texts if isinstance(text, str))}
+        codes += [each for each in code.co_consts if hasattr(each, "co_code")]
+    return found
+
+
+def as_tuple(thing: Any) -> tuple[Any, ...]:
+    """A tuple itself; an empty one for anything else."""
+    return thing if isinstance(thing, tuple) else ()
 
 
 def is_derived(config: PretrainedConfig, name: str) -> bool:

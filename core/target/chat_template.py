@@ -40,6 +40,11 @@ def reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     return _names(str(tokenizer.chat_template or CONTINUATION), name)
 
 
+def names_role(tokenizer: PreTrainedTokenizerBase, role: str) -> bool:
+    """Whether the tokenizer's chat template has a case for the messages of a role."""
+    return re.search(rf"""(['"]){re.escape(role)}\1""", str(tokenizer.chat_template)) is not None
+
+
 @lru_cache(maxsize=4096)
 def _names(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
@@ -61,6 +66,11 @@ def check_template_arguments(
                 "this template argument out"
             )
         if not reads(tokenizer, argument):
+            if argument == "tools":
+                raise UserError(
+                    f"the chat template of {name} has no place for tools: leave them out and ask "
+                    "for JSON (response_format), or use a model that calls tools"
+                )
             raise UserError(
                 f"the chat template of {name} does not read {argument}: correct the name of this "
                 "template argument, or leave it out"
@@ -74,7 +84,7 @@ def tell_of_base_model(name: str) -> None:
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What `apply_chat_template` needs besides the messages: nothing where there is a template."""
+    """The arguments of `apply_chat_template` besides the messages: none for a template."""
     if tokenizer.chat_template:
         return {}
     tell_of_base_model(tokenizer.name_or_path or "this tokenizer")

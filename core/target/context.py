@@ -1,4 +1,4 @@
-"""How many tokens the positions of a target allow, and what would be different past them."""
+"""The number of tokens that a target's positions allow, and what differs past them."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Context:
         return cls(longest)
 
     def room(self, prompt: str, length: int, wanted: int) -> int:
-        """How many new tokens fit after a prompt of `length` tokens, at most those `wanted`.
+        """The number of new tokens after a prompt of `length` that fit, at most those `wanted`.
 
         Raises UserError, beginning with the name of the `prompt`, when none fits, and when not all
         fit of a target whose next tokens would be rotated otherwise.

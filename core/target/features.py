@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which hidden states a drafter reads.
+    """The hidden states that a drafter reads.
 
     `layers` are decoder layer indices and mean the OUTPUT of that layer (0 is the first layer), in
     the order in which they are concatenated. Two ids are not outputs of a layer: -1 is the input of

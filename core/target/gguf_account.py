@@ -1,28 +1,22 @@
-"""What a GGUF file says, and where its copy holds it: every key is used, known to be neutral, or
-refused by name.
+"""The keys of a GGUF file: every one is used, known to be neutral, or refused by name.
 
-The keys are those of llama.cpp, described in ggml's docs/gguf.md. transformers reads a part of
-them; the others are written into the configuration here.
+The keys are those of llama.cpp, described in ggml's docs/gguf.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
-from transformers import PreTrainedConfig
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.integrations.gguf import convert_gguf_tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
+from drafthead.core.target.gguf_header import GgufFile
 
-# Architectures of which copies were compared with what they were written from, by the tests.
-COMPARED = (
-    "gemma2", "gemma3", "gpt2", "llama", "nemotron", "phi3", "qwen2", "qwen2moe", "qwen3",
-    "qwen3moe", "stablelm", "starcoder2",
-)  # fmt: skip
+# What transformers calls architectures, where it is something else.
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 # Of a model, by the names that configurations of transformers have for them.
 SETTINGS = {
     "attention.head_count": ("num_attention_heads",),
@@ -59,7 +53,6 @@ NEUTRAL_VALUES: dict[str, Callable[[Any, PreTrainedConfig], bool]] = {
 }
 # Keys that describe the file and its origin, or how it was made.
 NEUTRAL_BEGINNINGS = (
-    "GGUF.",
     "general.",
     "imatrix.",
     "quantize.",
@@ -89,50 +82,53 @@ TOKENIZER_NEUTRAL = (
 AS_GPT2 = ("default", "gpt-2", "jina-de", "jina-es", "mpt", "olmo", "phi-2", "roberta-bpe")
 DIGITS_APART = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
 AS_QWEN2 = ("stablelm2",)
+SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}  # fmt: skip
 FALSE_IS_NEUTRAL = ("ggml.remove_extra_whitespaces", "ggml.add_sep_token")
 
 
-@dataclass
-class GgufFile:
-    """The keys and tensors of a file, and which keys were read for the copy."""
+def config_of(file: GgufFile) -> PreTrainedConfig:
+    """The configuration of a file's model, without rotary positions.
 
-    path: Path
-    used: set[str] = field(default_factory=set)
-
-    @cached_property
-    def reader(self) -> Any:
-        """The `gguf.GGUFReader` of the file."""
-        from gguf import GGUFReader
-
-        return GGUFReader(self.path)
-
-    @cached_property
-    def architecture(self) -> str:
-        """The name of the architecture, by which its own keys begin."""
-        return str(self.get("general.architecture"))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which counts as used; `default` where there is none."""
-        if key not in self.reader.fields:
-            return default
-        self.used.add(key)
-        return self.reader.get_field(key).contents()
-
-    def of_model(self, name: str, default: Any = None) -> Any:
-        """The value of one of the architecture's keys, one number where each layer has the same."""
-        value = self.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            return value[0]
-        return value
-
-    def refusal(self, key: str, why: str) -> UserError:
-        """The error for a key that the copy cannot hold."""
-        value = self.reader.get_field(key).contents()
-        return UserError(f"{self.path} cannot be copied: {key} is {value}, {why}")
-
-    def tensors(self) -> dict[str, Any]:
-        """The tensors by name."""
-        return {tensor.name: tensor for tensor in self.reader.tensors}
+    Raises UserError for a value that the model's class has no setting for.
+    """
+    name, tensors = MODEL_TYPES.get(file.architecture, file.architecture), file.tensors
+    usual = AutoConfig.for_model(name)
+    found = {
+        "vocab_size": len(file.get("tokenizer.ggml.tokens")),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
+        "dtype": "bfloat16",
+    }
+    if name == "stablelm":
+        found |= {
+            "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
+            "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+        }
+    if name == "qwen3_moe":  # whose class has no usual width of heads
+        found |= {"norm_topk_prob": True, "head_dim": file.of_model("attention.key_length")}
+    left = {}
+    for name in sorted({*SETTINGS, *NEUTRAL_VALUES}):
+        if (value := file.of_model(name)) is None:
+            continue
+        setting = next((each for each in SETTINGS.get(name, ()) if hasattr(usual, each)), None)
+        if setting is not None and not isinstance(value, list):
+            found[setting] = value
+        else:
+            left[name] = value
+    config = type(usual)(**found)
+    for name, value in left.items():
+        if name not in NEUTRAL_VALUES or not NEUTRAL_VALUES[name](value, config):
+            key = f"{file.architecture}.{name}"
+            raise file.refusal(key, f"for which {type(config).__name__} has no setting")
+    apply_layer_kinds(file, config)
+    if file.architecture.startswith("gemma"):
+        config.query_pre_attn_scalar = attention_scalar(config)
+    return config
 
 
 def head_width(config: PreTrainedConfig) -> int:
@@ -141,39 +137,8 @@ def head_width(config: PreTrainedConfig) -> int:
     return int(width or config.hidden_size // config.num_attention_heads)
 
 
-def check_architecture(file: GgufFile) -> None:
-    """Raise UserError for an architecture of which no copy was ever compared with its file."""
-    if file.architecture not in COMPARED:
-        raise UserError(
-            f"{file.path} has the architecture {file.architecture}, of which no copy was compared "
-            f"with its file: use a folder of transformers' files, or one of {', '.join(COMPARED)}"
-        )
-
-
-def apply_settings(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Write what the file says of the model's sizes and constants into its configuration.
-
-    Raises UserError for a value that the model's class has no setting for.
-    """
-    if config.model_type == "mistral":  # llama.cpp gives such files no window
-        config.sliding_window = None
-    for name in sorted({*SETTINGS, *NEUTRAL_VALUES}):
-        key = f"{file.architecture}.{name}"
-        value = file.of_model(name)
-        if value is None:
-            continue
-        found = next((n for n in SETTINGS.get(name, ()) if hasattr(config, n)), None)
-        if found is not None and not isinstance(value, list):
-            setattr(config, found, value)
-        elif name not in NEUTRAL_VALUES or not NEUTRAL_VALUES[name](value, config):
-            raise file.refusal(key, f"for which {type(config).__name__} has no setting")
-    apply_layer_kinds(file, config)
-    if file.architecture.startswith("gemma"):
-        config.query_pre_attn_scalar = attention_scalar(config)
-
-
 def apply_layer_kinds(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Which layers have a sliding window, where the file says so: every n-th is full, or a list."""
+    """Set which layers slide, where the file says so: every n-th is full, or a list."""
     pattern = file.of_model("attention.sliding_window_pattern")
     if pattern is None:
         return
@@ -211,61 +176,60 @@ def end_ids(file: GgufFile) -> list[int]:
 def check_keys(file: GgufFile) -> list[str]:
     """The keys that change nothing; raises UserError for one that nothing here has read."""
     neutral = []
-    for key in file.reader.fields:
+    for key, value in file.fields.items():
         name = key.removeprefix("tokenizer.") if key.startswith("tokenizer.") else None
         if key in file.used or name in TOKENIZER_USED:
             file.used.add(key)
             continue
-        is_false = name in FALSE_IS_NEUTRAL and not file.reader.get_field(key).contents()
+        is_false = name in FALSE_IS_NEUTRAL and not value
         if not (is_false or key.startswith(NEUTRAL_BEGINNINGS) or name in TOKENIZER_NEUTRAL):
-            raise file.refusal(key, "which nothing here reads: the copy would be another model")
+            raise file.refusal(key, "which nothing here reads: it would be another model")
         neutral.append(key)
     return neutral
 
 
-def split_as_stated(file: GgufFile, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a tokenizer cut text as the file says; raises UserError for a name that is not known.
+def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
+    """The tokenizer that a file describes, with its chat template; UserError for what is unknown.
 
-    transformers knows some of the names, and cuts as GPT-2 does for all others, silently.
+    transformers knows some of the names of ways to cut text, and cuts as GPT-2 does for all
+    others, silently.
     """
-    if file.get("tokenizer.ggml.model") != "gpt2":
-        check_prefix(file, tokenizer)
-        return
-    name = file.get("tokenizer.ggml.pre", "default")
-    backend = tokenizer.backend_tokenizer
-    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name in DIGITS_APART:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), bytes_of_words]
-        )
-    elif name in AS_QWEN2:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    elif name not in AS_GPT2 and name not in known_to_transformers():
-        raise file.refusal("tokenizer.ggml.pre", "a way to cut text that is not known here")
-
-
-def known_to_transformers() -> tuple[str, ...]:
-    """The names that transformers cuts text by; none in its older releases."""
+    start = "tokenizer.ggml."
+    of = {key.removeprefix(start): v for key, v in file.fields.items() if key.startswith(start)}
+    kind, pre = of.get("model"), of.get("pre", "default")
     try:
-        from transformers.integrations.gguf import gguf_tokenizer_mapping
-    except ImportError:
-        return ()
-    return tuple(getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()))
-
-
-def check_prefix(file: GgufFile, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError where a tokenizer of SentencePiece puts a space before a text and its file
-    says otherwise.
-    """
-    key = "tokenizer.ggml.add_space_prefix"
-    stated = file.get(key)
-    if stated is None:
-        return
-    (first, *_) = tokenizer.tokenize("a")
-    if first.startswith("\u2581") != stated:
+        backend, _ = convert_gguf_tokenizer(
+            file.architecture, {**of, "tokenizer_type": kind, "pre_tokenizer_type": pre}
+        )
+    except Exception as error:  # of damaged vocabularies, of any kind
+        raise UserError(
+            f"transformers cannot read the tokenizer of {file.path}: {first_line(error)}"
+        ) from error
+    if kind == "gpt2" and not pre_tokenizer_as(pre, backend):
+        raise file.refusal(start + "pre", "a way to cut text that is not known here")
+    adds = {name: of[name] for name in ("add_bos_token", "add_eos_token") if name in of}
+    if kind == "llama":
+        adds.setdefault("add_bos_token", True)  # as llama.cpp does
+    named = {name: of["tokens"][of[key]] for name, key in SPECIAL_TOKENS.items() if key in of}
+    template = file.get("tokenizer.chat_template")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, **named, **adds
+    )
+    stated = of.get("add_space_prefix")
+    if kind != "gpt2" and stated not in (None, made.tokenize("a")[0].startswith("\u2581")):
+        key = f"{start}add_space_prefix"
         raise file.refusal(key, "which the tokenizer of transformers does not follow")
+    return made
+
+
+def pre_tokenizer_as(name: str, backend: Tokenizer) -> bool:
+    """Let a tokenizer of bytes cut text by a name of llama.cpp; gives whether that is known."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if name in DIGITS_APART:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif name in AS_QWEN2:
+        parts = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([parts, whole])
+    return name in (*DIGITS_APART, *AS_QWEN2, *AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS)

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from drafthead.core.target.gguf_account import GgufFile, head_width
+from drafthead.core.target.gguf_account import head_width
+from drafthead.core.target.gguf_header import GgufFile, Tensor
 
 Numbers = NDArray[np.float64]
 Rope = dict[str, Any]
@@ -48,7 +49,7 @@ def apply_rope(file: GgufFile, config: PreTrainedConfig) -> None:
 
 
 def apply_width(file: GgufFile, config: PreTrainedConfig, rope: Rope) -> None:
-    """How many numbers of a head are rotated; all of them where the file does not say."""
+    """Set how many numbers of a head are rotated: all, where the file does not say."""
     width = head_width(config)
     rotated = file.of_model("rope.dimension_count", width)
     if "partial_rotary_factor" in rope:
@@ -104,7 +105,7 @@ def yarn(file: GgufFile, factor: float, original: int, by: float) -> Rope:
 
 def with_factors(file: GgufFile, config: PreTrainedConfig, rope: Rope) -> Rope:
     """The rope with the factors that are in tensors of the file."""
-    tensors = file.tensors()
+    tensors = file.tensors
     if LONG in tensors and SHORT in tensors:
         if rope["rope_type"] == "default":  # files do not always say it
             rope = {**rope, "rope_type": "longrope", **long_context(file, config)}
@@ -122,11 +123,9 @@ def with_factors(file: GgufFile, config: PreTrainedConfig, rope: Rope) -> Rope:
     return {**rope, **(llama3(factors, rope["rope_theta"]) or explicit(factors, config))}
 
 
-def values(tensor: Any) -> Numbers:
-    """The numbers of a small tensor of a file."""
-    from gguf import dequantize
-
-    return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float64).reshape(-1)
+def values(tensor: Tensor) -> Numbers:
+    """The numbers [n] of a small tensor of a file."""
+    return np.asarray(tensor.values(), np.float64).reshape(-1)
 
 
 def explicit(factors: Numbers, config: PreTrainedConfig) -> Rope:
@@ -171,7 +170,7 @@ def llama3(factors: Numbers, theta: float) -> Rope | None:
 
 
 def factors_of(rope: Rope, per_wavelength: Numbers) -> Numbers:
-    """What Llama 3's scaling divides frequencies by [n]."""
+    """The factors [n] by which Llama 3's scaling divides frequencies."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * per_wavelength
     shares = np.clip((turns - low) / (high - low), 0, 1)
@@ -179,7 +178,7 @@ def factors_of(rope: Rope, per_wavelength: Numbers) -> Numbers:
 
 
 def long_context(file: GgufFile, config: PreTrainedConfig) -> Rope:
-    """Where LongRoPE changes its factors, for files that state no kind of scaling."""
+    """The settings of LongRoPE for files that state no kind of scaling."""
     original = file.of_model("rope.scaling.original_context_length")
     if original is None:
         raise file.refusal(

@@ -44,10 +44,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     owner = get_ident()
 
     def call(*arguments: Any) -> Any:
-        # The tracer does not know `get_ident`, and traces the calling thread only.
-        if torch.compiler.is_dynamo_compiling() or get_ident() == owner:
-            return hook(*arguments)
-        return None
+        return hook(*arguments) if get_ident() == owner else None
 
     call.is_of_a_pass = True  # type: ignore[attr-defined]  # `weight_state` asks
     return call
@@ -75,15 +72,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             part.training = True
 
 
+@contextmanager
+def leaving_nothing(model: nn.Module) -> Iterator[None]:
+    """Within, passes may leave states in modules; after it these hold what they held before."""
+    before = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes, buffers in before:
+            for held, own in ((vars(part), attributes), (part._buffers, buffers)):
+                held.clear()
+                held.update(own)
+
+
 class Place(NamedTuple):
-    """Where a hidden state is: the output of a module, or its input."""
+    """The place of a hidden state: the output of a module, or its input."""
 
     module: nn.Module
     is_input: bool = False
 
 
 class Tapped(Protocol):
-    """What `Taps` reads of a target."""
+    """The parts of a target that `Taps` reads."""
 
     model: PreTrainedModel
 
@@ -92,7 +102,7 @@ class Tapped(Protocol):
         """Number L of decoder layers."""
 
     def place_of(self, number: int) -> Place:
-        """Where the hidden state of a number in `FeatureSpec` is."""
+        """The place of the hidden state of a number in `FeatureSpec`."""
 
 
 class Taps:

@@ -14,12 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from drafthead.core.backend import kernel_of
 from drafthead.core.errors import UserError
+from drafthead.core.target import blocks
 from drafthead.core.target.weight_state import weight_state
 
-LEVELS = 127  # on either side of 0
 TURNED = 64  # values of a block
 LONGEST = 2**16  # values of a row, whose sums still have 32 bits
-LEAST = 1e-30  # a row of smaller values is all zeros
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
@@ -39,9 +38,8 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole numbers [..., K'], int8, of turned rows [..., K], and their scales [...]."""
     values = turned(x)
-    largest = values.abs().amax(-1).clamp_min(LEAST)
-    levels = torch.full_like(largest, LEVELS)  # torch makes `127 / largest` of a reciprocal
-    return (values * (levels / largest)[..., None]).round().to(torch.int8), largest / levels
+    numbers, scales = blocks.rounded(values, share=values.shape[-1])
+    return numbers.to(torch.int8), scales[..., 0]
 
 
 def product(
@@ -74,27 +72,43 @@ class Int8Linear(nn.Linear):
         return product(x, numbers, scales, self.bias)
 
 
+def forget_rounded(model: nn.Module) -> None:
+    """Round the weights of a model anew, also where nothing tells that they have changed."""
+    for part in model.modules():
+        if isinstance(part, Int8Linear):
+            rounded_weights.pop(part.weight, None)
+
+
 def to_int8(model: nn.Module) -> None:
     """Make all matrix products of a model those of whole numbers.
 
-    Raises UserError where most of its matrices are in modules that are none, or rows are too long.
+    Raises UserError as `products_of`, and where rows are too long.
+    """
+    products = products_of(model, "int8")
+    if long := [part for part in products.values() if part.in_features > LONGEST]:
+        raise UserError(f"int8 sums up to {LONGEST} products, and {long[0]} has more: use bfloat16")
+    for part in products.values():
+        part.__class__ = Int8Linear  # in its place, with its weight, which others may share
+
+
+def products_of(model: nn.Module, dtype: str) -> dict[str, nn.Linear]:
+    """The matrix products of a model, which are to be of a type, by name.
+
+    Raises UserError where most of its matrices are in modules that are none.
     """
     kinds = nn.Linear, Int8Linear
-    parts: list[Any] = list(model.modules())
-    products = [part for part in parts if type(part) in kinds]
-    if long := [part for part in products if part.in_features > LONGEST]:
-        raise UserError(f"int8 sums up to {LONGEST} products, and {long[0]} has more: use bfloat16")
+    parts: dict[str, Any] = dict(model.named_modules())
+    products = {name: part for name, part in parts.items() if type(part) in kinds}
     others: dict[str, int] = {}
-    for part in parts:
+    for part in parts.values():
         if type(part) not in (*kinds, nn.Embedding):
             weights = [weight for weight in part.parameters(recurse=False) if weight.dim() > 1]
             name = type(part).__name__
             others[name] = others.get(name, 0) + sum(weight.numel() for weight in weights)
-    if sum(others.values()) > sum(part.weight.numel() for part in products):
+    if sum(others.values()) > sum(part.weight.numel() for part in products.values()):
         most = max(others, key=lambda name: others[name])
         raise UserError(
-            f"int8 is for matrices of torch's Linear, and most of {type(model).__name__}'s are in "
-            f"{most}: use bfloat16"
+            f"{dtype} is for matrices of torch's Linear, and most of {type(model).__name__}'s are "
+            f"in {most}: use bfloat16"
         )
-    for part in products:
-        part.__class__ = Int8Linear  # in its place, with its weight, which others may share
+    return products

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,21 +16,29 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
 )
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from drafthead.core.backend import kernel_of
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.storage.mapped_files import give_back
+from drafthead.core.storage.names import is_in_cache, refuse_missing_model
+from drafthead.core.target import group_files
 from drafthead.core.target.adapters import add_adapter, base_of_adapter
+from drafthead.core.target.block_modules import to_int4
+from drafthead.core.target.gguf_files import ACCOUNT_FILE, description_of, gguf_of
 from drafthead.core.target.int8 import to_int8
 from drafthead.core.target.placement import Placement
 from drafthead.core.target.weight_types import (
     BITSANDBYTES,
+    INT4,
     INT8,
     LOSSY,
-    let_dequantise,
     quantisation_of,
+    read_scales,
     wrongly_read,
 )
 
@@ -49,7 +56,7 @@ def load_tokenizer(
     None for a folder without tokenizer files: its model takes token ids.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_code)
+        return tokenizer_in(name, trust_code)
     except (OSError, ValueError):
         if base_name == str(name):
             folder = Path(name)
@@ -57,6 +64,13 @@ def load_tokenizer(
                 return None
             raise
         return load_tokenizer(base_name, base_name, trust_code)
+
+
+def tokenizer_in(name: str | Path, trust_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id; OSError or ValueError where there is none."""
+    # The class of a GGUF file's model would build it once more from its words, in seconds.
+    kind = PreTrainedTokenizerFast if (Path(name) / ACCOUNT_FILE).exists() else AutoTokenizer
+    return kind.from_pretrained(name, trust_remote_code=trust_code)
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -78,37 +92,13 @@ def is_on(model: PreTrainedModel, device: torch.device) -> bool:
     return model.device.type == device.type and device.index in (None, model.device.index)
 
 
-def refuse_missing_folder(name: str) -> None:
-    """Raise UserError for a name that can only be a folder, when there is no such folder.
-
-    The hub's names have the form OWNER/NAME; older ones without an owner are taken from its cache.
-    """
-    path = Path(name)
-    # Asking the hub for anything else takes many seconds and ends in a worse message; so does a
-    # misspelt folder within an existing one.
-    is_hub_id = len(path.parts) == 2 and name[0] not in "./~" and not Path(path.parts[0]).is_dir()
-    if not path.exists() and not is_hub_id and not is_in_cache(name, "config.json"):
-        raise UserError(
-            f"cannot load the model {name}: this folder does not exist (names on the hub have the "
-            "form OWNER/NAME)"
-        )
-
-
-def is_in_cache(name: str, file: str) -> bool:
-    """Whether the hub's cache here has this file of a name."""
-    try:
-        return isinstance(try_to_load_from_cache(name, file), str)
-    except HFValidationError:
-        return False
-
-
 def configuration_of(source: str | Path, trust_code: bool) -> PretrainedConfig | None:
     """The configuration of a folder or hub id; None where there is none, as of an adapter.
 
     Raises UserError for a folder that does not exist, and for a name that the hub would have to
     bring where it cannot be reached.
     """
-    refuse_missing_folder(str(source))
+    refuse_missing_model(str(source))
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_code)
     except Exception as error:  # transformers raises many kinds; loading the model tells which
@@ -165,9 +155,9 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def is_our_int8(dtype: str, device: torch.device) -> bool:
-    """Whether a type on a device is that of `int8.py`."""
-    return dtype == INT8 and device.type == "cpu"
+def is_ours(dtype: str, device: torch.device) -> bool:
+    """Whether a type on a device is one of whole numbers that needs no bitsandbytes."""
+    return dtype in LOSSY and device.type == "cpu"
 
 
 def round_products(
@@ -177,19 +167,19 @@ def round_products(
 
     Raises UserError where that cannot be, or its weights are stored in whole numbers already.
     """
-    if not is_our_int8(dtype, device):
+    if not is_ours(dtype, device):
         return
     if kept := quantisation_of(model):
-        raise UserError(f"the weights of {name} are stored in {kept}: leave out dtype=int8")
-    to_int8(model)
+        raise UserError(f"the weights of {name} are stored in {kept}: leave out dtype={dtype}")
+    {INT8: to_int8, INT4: to_int4}[dtype](model)
 
 
 def quantising_options(dtype: str, device: torch.device) -> dict[str, Any]:
-    """What transformers' `from_pretrained` takes for a type of BITSANDBYTES; nothing for others.
+    """The arguments of `from_pretrained` for a type of BITSANDBYTES; none for others.
 
     Raises UserError where bitsandbytes is not installed.
     """
-    if dtype not in BITSANDBYTES or is_our_int8(dtype, device):
+    if dtype not in BITSANDBYTES or is_ours(dtype, device):
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
@@ -216,6 +206,66 @@ def device_named(name: str) -> torch.device:
     return device
 
 
+def model_class(config: PretrainedConfig | None) -> Any:
+    """The class of transformers that loads a model of this configuration."""
+    encodes = config is not None and config.is_encoder_decoder
+    return AutoModelForSeq2SeqLM if encodes else decoder_class(config)
+
+
+def model_of_files(
+    source: str | Path,
+    name: str | Path,
+    dtype: str,
+    device: torch.device,
+    trust_code: bool,
+    placement: Placement,
+) -> PreTrainedModel:
+    """The model of a folder or hub id; UserError, naming it, for weights that are read wrongly."""
+    config = configuration_of(source, trust_code)
+    kind, torch_dtype = model_class(config), dtype if dtype == "auto" else dtype_named(dtype)
+    options = quantising_options(dtype, device) or placement.loading_options(
+        kind, source, torch_dtype, device, trust_code
+    )
+    if config is not None and group_files.settings_of(config) and not options:
+        return group_files.load(source, kind, config, type_of_blocks(dtype, device), trust_code)
+    if method := read_scales(config):
+        logger.info("%s: its weights, of the method %s, are read as 16-bit ones", name, method)
+        options["config"] = config
+    model, info = kind.from_pretrained(
+        source, dtype=torch_dtype, trust_remote_code=trust_code, output_loading_info=True, **options
+    )
+    if reason := wrongly_read(model, info["unexpected_keys"], info["missing_keys"]):
+        raise UserError(f"cannot load the model {name}: {reason}")
+    return model
+
+
+def type_of_blocks(dtype: str, device: torch.device) -> torch.dtype | None:
+    """The type in which weights of 4 to 8 bits are read; None where they stay in their blocks.
+
+    That is where our kernels multiply these: without them a pass takes several times as long as
+    one in bfloat16.
+    """
+    if dtype != "auto":
+        return dtype_named(dtype)
+    return None if device.type == "cpu" and kernel_of("in_blocks") else torch.bfloat16
+
+
+def model_of_gguf(
+    file: Path, dtype: str, device: torch.device, placement: Placement
+) -> PreTrainedModel:
+    """The model of a GGUF file: on a CPU as it lies, unless another type is asked for.
+
+    Raises UserError for layers on several devices, and for types of bitsandbytes.
+    """
+    from drafthead.core.target import gguf_model  # of no use to other targets
+
+    if not placement.is_whole:
+        raise UserError(f"{file} is a GGUF file, whose layers cannot be placed: use a folder")
+    if dtype in BITSANDBYTES and not is_ours(dtype, device):
+        raise UserError(f"{file} is a GGUF file: its blocks are not read by bitsandbytes ({dtype})")
+    return gguf_model.load(file, description_of(file), type_of_blocks(dtype, device))
+
+
 def load_model(
     source: str | Path,
     name: str | Path,
@@ -230,35 +280,24 @@ def load_model(
     Raises UserError, with `name`, for what could not be loaded or placed.
     """
     dtype, torch_device = type_name(dtype), device_named(device)
-    torch_dtype = dtype if dtype == "auto" else dtype_named(dtype)
+    if dtype != "auto":
+        dtype_named(dtype)
     if dtype in LOSSY and not placement.is_whole:
         raise UserError(f"the layers of a target of the type {dtype} cannot be placed")
     base = base_of_adapter(source)
-    config = configuration_of(base or source, trust_code)
-    encodes = config is not None and config.is_encoder_decoder
-    model_class = AutoModelForSeq2SeqLM if encodes else decoder_class(config)
     try:
-        options = quantising_options(dtype, torch_device) or placement.loading_options(
-            model_class, base or source, torch_dtype, torch_device, trust_code
-        )
-        if method := let_dequantise(config):
-            logger.info("%s: its weights, of the method %s, are read as 16-bit ones", name, method)
-            options["config"] = config
-        model, info = model_class.from_pretrained(
-            base or source,
-            dtype=torch_dtype,
-            trust_remote_code=trust_code,
-            output_loading_info=True,
-            **options,
-        )
-        if reason := wrongly_read(model, info["unexpected_keys"], info["missing_keys"]):
-            raise UserError(f"cannot load the model {name}: {reason}")
+        if (file := gguf_of(name)) is not None:
+            model = model_of_gguf(file, dtype, torch_device, placement)
+        else:
+            of = base or source
+            model = model_of_files(of, name, dtype, torch_device, trust_code, placement)
         if base is not None:
             add_adapter(model, source)
         tokenizer = load_tokenizer(source, model.name_or_path or str(source), trust_code)
+        give_back()
         # Quantised weights may not be movable.
         if placement.is_whole and not is_on(model, torch_device):
-            model.to(torch_device)
+            model.to(torch_device)  # type: ignore[arg-type]  # transformers wraps it
         round_products(model, name, dtype, torch_device)
     except UserError:
         raise

@@ -1,4 +1,4 @@
-"""What models do to the outputs of their output head: Cohere multiplies them, Gemma caps them.
+"""The last step to logits: Cohere multiplies outputs of its output head, Gemma caps them.
 
 Configurations state the numbers, and keys of one name are applied in several ways: Granite divides
 by `logits_scaling`, HyperCLOVAX multiplies by it. One pass shows which way it is.
@@ -50,9 +50,9 @@ def possible(config: PretrainedConfig) -> Iterator[Finish]:
 
 def has_numbers(weight: torch.Tensor) -> bool:
     """Whether a weight [...] has values here: where only sizes are wanted, or on other devices too,
-    it is a tensor of another class.
+    it is a tensor of another class. Blocks of files count for none: their models are all known.
     """
-    return not weight.is_meta and type(weight.data) is torch.Tensor
+    return not weight.is_meta and type(weight.data) is torch.Tensor and weight.is_floating_point()
 
 
 def difference(found: torch.Tensor, logits: torch.Tensor) -> float:
@@ -85,7 +85,7 @@ def found_finish(
     sample: Callable[[], tuple[torch.Tensor, torch.Tensor]],  # states [1, T, D], logits [1, T, V]
     project: Callable[[torch.Tensor], torch.Tensor],  # what the output head makes of states
 ) -> Finish:
-    """How a model makes logits of its output head's outputs, as one small pass shows.
+    """The step from a model's output head to its logits, as one small pass shows it.
 
     Raises UserError when it is in no way that its configuration explains.
     """

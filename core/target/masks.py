@@ -10,7 +10,7 @@ that a node sees is that key's position, whatever cache column it is in::
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.architecture import cache_argument, names_in
+from drafthead.core.target.architecture import cache_argument, names_in, words_of
 from drafthead.core.target.hooks import in_this_thread
 
 # Names that transformers gives layers in a configuration's `layer_types`.
@@ -67,14 +67,14 @@ class LayerKind:
         return torch.zeros_like(positions)
 
     def hides(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which of the keys at positions [..., S] are out of reach of the last one, the query.
+        """The keys at positions [..., S] that are out of reach of the last one, the query.
 
         For positions 0 1 2 a window of 2 hides 0, and chunks of 2 hide 0 and 1.
         """
         return positions < self.first_seen(positions[..., -1:])
 
     def within_reach(self, mask: torch.Tensor) -> torch.Tensor:
-        """What a mask [B or 1, 1, T, S] bool, true where a query may look, leaves in reach.
+        """The part of a mask [B or 1, 1, T, S] bool, true where a query may look, in reach.
 
         What a query may see follows each other in the text, so ranks among it are positions.
         """
@@ -114,6 +114,21 @@ def layer_kinds(
     return tuple(LayerKind(name, *limits.get(name, (None, None))) for name in found)
 
 
+def misread_window(
+    kinds: Sequence[LayerKind], decoder: PreTrainedModel, config: PretrainedConfig
+) -> bool:
+    """Whether transformers reads a window of a configuration in one way in a model's code, and in
+    another in its cache: it has a window, and the layers are not those that slide in the code.
+    """
+    window, words = getattr(config, "sliding_window", None), words_of(type(decoder))
+    if not window or window >= getattr(config, "max_position_embeddings", float("inf")):
+        return False
+    if not any("sliding_window" in word for word in words):  # such as Llama's
+        return any(kind.window for kind in kinds)
+    by_kind = {"sliding_attention", *HYBRID_LAYERS} & words
+    return not by_kind and any(kind.reach == float("inf") for kind in kinds)  # MiniMax
+
+
 def uses_alibi(config: PretrainedConfig) -> bool:
     """Whether a model adds a bias by key position that `AlibiByPosition` can rearrange."""
     return config.model_type == "bloom" or (
@@ -144,7 +159,7 @@ def check_forward(
     model: PreTrainedModel,
     decoder: PreTrainedModel,
     config: PretrainedConfig,
-    has_attention: bool = True,
+    kinds: Sequence[LayerKind],
 ) -> None:
     """Raise UserError with the reason for a model that cannot run a pass over a token tree."""
     takes = inspect.signature(type(decoder).forward).parameters
@@ -159,7 +174,7 @@ def check_forward(
         ),
         "it keeps a running state in a cache of its own": has_cache_of_its_own(decoder),  # xLSTM
         "it counts positions by itself, and the nodes of a token tree share some": (
-            "position_ids" not in takes and not alibi and has_attention
+            "position_ids" not in takes and not alibi and kinds
         ),
         "its local layers count their window in columns of the cache, not in positions": (
             "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo
@@ -167,6 +182,8 @@ def check_forward(
         "it counts distances in columns of the cache, not in positions": (
             counts_columns(decoder)  # Inkling
         ),
+        "its code and transformers' cache apply sliding_window to different layers; set it to null "
+        "in config.json": misread_window(kinds, decoder, config),
         "it scales attention by columns of the cache, not by positions": (
             has_unrotated_layers and getattr(config, "attn_temperature_tuning", False)  # Llama 4
         ),

@@ -9,24 +9,20 @@ computed in float64 and rounded to 16 bits in the end: another order changes a s
 which turns a rounding in one of about 2^40 numbers.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers.cache_utils import Cache
 
 from drafthead.core.errors import UserError
 from drafthead.core.substitution import Substituting, Substitution
-from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec, concatenated
-from drafthead.core.target.masks import LayerMasks
-from drafthead.core.target.target import Target, TargetOutput
+from drafthead.core.target.features import NO_FEATURES, Features, concatenated
+from drafthead.core.target.target import PassInputs, Target
 from drafthead.core.target.tree_cache import StepCache, TreeCache
 
 WIDTH = 16  # tokens of every pass: the rows that bfloat16 instructions work on at once
-TRIED = 6  # tokens that are read at once and one by one, to see that both give the same bits
-
-Found = TypeVar("Found")
+PARTS = 1, 1, 5, 8, 19  # in which tokens are read that are also read at once, to compare their bits
 
 
 def attention(
@@ -50,7 +46,7 @@ def attention(
 
 
 def has_mask(*_: object, attn_mask: torch.Tensor | None = None, **__: object) -> bool:
-    """Whether a call of attention comes with a mask, as all do that follow a cache."""
+    """Whether a call of attention comes with a mask [...], as all do that follow a cache."""
     return attn_mask is not None
 
 
@@ -82,93 +78,66 @@ class OneWidthTarget(Target):
     def reads_rows_alone(self) -> bool:
         return True
 
-    @torch.no_grad()
-    def run(
-        self,
-        input_ids: torch.Tensor,  # [B, T]
-        position_ids: torch.Tensor,  # [B, T]
-        attention_mask: LayerMasks,  # [B, 1, T, S]
-        features: FeatureSpec,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> TargetOutput:
-        run = super().run
-        if not isinstance(cache, TreeCache) or not isinstance(attention_mask, torch.Tensor):
-            return run(input_ids, position_ids, attention_mask, features, cache, logits_to_keep)
-        inputs = input_ids, position_ids, attention_mask
-        parts = self._passes(
-            *inputs, cache, lambda ids, places, mask, seen: run(ids, places, mask, features, seen)
+    def passed(self, given: PassInputs) -> tuple[torch.Tensor | None, Features]:
+        """Logits [B, T, V] and features [B, T, D] of passes over `WIDTH` tokens of one row each."""
+        if not isinstance(given.cache, TreeCache) or not isinstance(given.mask, torch.Tensor):
+            return super().passed(given)
+        rows, count = self._parts(given, given.mask, given.cache), given.ids.shape[1]
+        return (
+            torch.cat([torch.cat([logits for logits, _ in row], dim=1)[:, :count] for row in rows]),
+            joined_features([[features for _, features in row] for row in rows], count),
         )
-        logits = joined([[part.logits for part in row] for row in parts], input_ids.shape[1])
-        found = [[part.features for part in row] for row in parts]
-        return TargetOutput(logits[:, -logits_to_keep:], joined_features(found, logits.shape[1]))
 
     @torch.no_grad()
-    def read(
-        self,
-        input_ids: torch.Tensor,  # [B, T]
-        position_ids: torch.Tensor,  # [B, T]
-        attention_mask: torch.Tensor | None,  # [B, 1, T, S]
-        features: FeatureSpec,
-        cache: Cache | None = None,
-    ) -> Features:
-        read = super().read
-        if not isinstance(cache, TreeCache) or attention_mask is None:
-            return read(input_ids, position_ids, attention_mask, features, cache)
-        inputs = input_ids, position_ids, attention_mask
-        parts = self._passes(
-            *inputs, cache, lambda ids, places, mask, seen: read(ids, places, mask, features, seen)
-        )
-        return joined_features(parts, input_ids.shape[1])
-
-    @torch.no_grad()
-    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def next_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [B, D] -> [B, V]
         parts = [
             self.project(pad(part, (0, 0, 0, WIDTH - len(part)))[None])[0, : len(part)]
             for part in hidden.split(WIDTH)
         ]
         return torch.cat(parts)
 
-    def _passes(
+    def _parts(
         self,
-        ids: torch.Tensor,  # [B, T]
-        positions: torch.Tensor,  # [B, T]
+        given: PassInputs,
         mask: torch.Tensor,  # [B, 1, T, S], of whose columns the last T are those of the tokens
         cache: TreeCache,
-        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepCache], Found],
-    ) -> list[list[Found]]:
-        """What `run` finds in each part of each row, `WIDTH` tokens a part; padding comes last.
+    ) -> list[list[tuple[Any, Features]]]:
+        """Logits and features of all parts of each row, `WIDTH` tokens each; padding comes last.
 
         A token sees none that follow it, so parts can be read one after the other.
         """
-        count = ids.shape[1]
+        count = given.ids.shape[1]
         padding = -count % WIDTH
         columns = cache.room(count + padding).columns
-        ids, positions = pad(ids, (0, padding)), pad(positions, (0, padding))
+        ids, positions = (pad(each, (0, padding)) for each in (given.ids, given.positions))
         hidden = torch.finfo(mask.dtype).min
         mask = pad(mask, (0, padding, 0, padding), value=hidden)
         first = mask.shape[-1] - count - padding
-        found: list[list[Found]] = []
+        kept = None if given.logits_to_keep is None else 0
+        found: list[list[tuple[Any, Features]]] = []
         for row in range(len(ids)):
             keys, values = ([s[row : row + 1] for s in of] for of in (cache.keys, cache.values))
             found.append([])
             for start in range(0, count, WIDTH):
                 part, end = slice(start, start + WIDTH), first + start + WIDTH
                 seen = StepCache(keys, values, columns[part], end)
-                given = ids[row : row + 1, part], positions[row : row + 1, part]
+                tokens, places = ids[row : row + 1, part], positions[row : row + 1, part]
+                own = mask[row : row + 1, :, part, :end]
                 with Substituting([IN_FLOAT64]):
-                    found[-1].append(run(*given, mask[row : row + 1, :, part, :end], seen))
+                    inputs = PassInputs(tokens, places, own, given.features, seen, kept)
+                    found[-1].append(super().passed(inputs))
         return found
 
 
 @torch.no_grad()
 def is_alike(target: Target) -> bool:
-    """Whether some tokens have the same logits, bit by bit, when read at once and singly."""
-    ids, logits = torch.arange(TRIED, device=target.device)[None] + target.vocab_size // 3, []
-    for width in (TRIED, 1):
+    """Whether some tokens have the same logits, bit by bit, when read at once and in parts."""
+    count = sum(PARTS)
+    ids, logits = torch.arange(count, device=target.device)[None] + target.vocab_size // 3, []
+    for widths in ((count,), PARTS):
         cache = TreeCache()
-        target.begin(cache, TRIED)
-        for start in range(0, TRIED, width):
+        target.begin(cache, count)
+        for start, width in zip(accumulate((0, *widths)), widths, strict=False):
             places = torch.arange(start, start + width, device=target.device)
             mask = target.later_mask(cache, places)
             part = ids[:, start : start + width] % target.vocab_size
@@ -178,23 +147,18 @@ def is_alike(target: Target) -> bool:
 
 
 def obstacle(target: Target) -> str | None:
-    """Why passes of one width would not do for a target; None where nothing is known."""
+    """The reason that passes of one width would not do for a target; None if none is known."""
     if target.has_encoder:
         return "an encoder reads a text as a whole"
     if target.dtype.itemsize != 2:
         return "in float32 rounding is far below the distance of two logits: leave it out"
     if target.keeps_more is not None:
         return target.keeps_more
-    if target.backend.compiles:
-        return "its passes are compiled or recorded: leave compile out"
+    if target.backend.records:
+        return "its passes are recorded: leave compile out"
     if target.has_alibi or target.config._attn_implementation != "sdpa":
         return "the model's attention is not torch's scaled_dot_product_attention"
     return None
-
-
-def joined(parts: list[list[torch.Tensor]], count: int) -> torch.Tensor:
-    """Parts [1, WIDTH, D] of each row as one tensor [B, T, D], without the padding."""
-    return torch.cat([torch.cat(row, dim=1)[:, :count] for row in parts])
 
 
 def joined_features(parts: list[list[Features]], count: int) -> Features:

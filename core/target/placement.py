@@ -1,4 +1,4 @@
-"""Where the decoder layers of a target are: on the device of its inputs, on others, or on disk.
+"""The places of a target's decoder layers: on the device of its inputs, on others, or on disk.
 
 Embeddings, final norm and output head stay on the device of the inputs: heads read them in every
 step, outside of the model's own passes. accelerate brings the inputs of other layers to them, and
@@ -33,7 +33,7 @@ FREE_SHARE = 0.8  # of a GPU's free memory is for layers, where no limit is give
 
 @dataclass(frozen=True)
 class Placement:
-    """Where decoder layers are to be.
+    """The wanted places of decoder layers.
 
     `layers` is `whole` (all of the target on the device of its inputs), `cpu` or `disk` for all,
     `auto`, `tensor` (a part of each matrix in each process that torchrun has started), or the
@@ -56,7 +56,7 @@ class Placement:
     def loading_options(
         self, auto_class: Any, source: str | Path, dtype: Any, device: torch.device, trust: bool
     ) -> dict[str, Any]:
-        """What transformers' `from_pretrained` takes for it; `device` is that of the inputs.
+        """The arguments of `from_pretrained` for it; `device` is that of the inputs.
 
         Raises UserError for a device that this machine lacks, and for a module that is no layer.
         """
@@ -156,7 +156,7 @@ def check_device(device: Device, setting: str) -> None:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """What the weights of a module take in memory."""
+    """The memory in bytes that the weights of a module take."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
@@ -176,7 +176,7 @@ def names_around(model: nn.Module, path: str) -> list[str]:
 
 
 def whole_weight(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor in a model's `state_dict`, wherever it is.
+    """The value [...] of a tensor in a model's `state_dict`, wherever it is.
 
     Of a layer that is elsewhere it is read again, on the CPU or the device of the inputs. Of one in
     pieces all processes get it together, so all must call this, in the same order.

@@ -1,4 +1,4 @@
-"""What this processor can do, and the threads that share its work."""
+"""The abilities of this processor, and the threads that share its work."""
 
 import ctypes
 import logging
@@ -41,7 +41,7 @@ def instructions() -> str:
 
 
 def bfloat16_instructions() -> list[str]:
-    """Those that multiply bfloat16 numbers, the best first.
+    """The instructions that multiply bfloat16 numbers, the best first.
 
     Without any torch converts each number, so that products take many times as long as in float32.
     """
@@ -51,7 +51,7 @@ def bfloat16_instructions() -> list[str]:
 
 @cache
 def tell_of_slow_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
-    """Say, once in a process, that uncompiled a model of this type takes long to read prompts."""
+    """Say, once in a process, that a model of this type takes long to read prompts."""
     if device.type == "cpu" and dtype == torch.bfloat16 and not bfloat16_instructions():
         logger.warning(
             "this processor has no instructions for bfloat16, so prompts are read many times more "

@@ -31,6 +31,7 @@ STORES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 OWN_STATES = {"RecurrentGemmaRecurrentBlock": ("conv1d_state", "rg_lru.recurrent_states")}
 BY_HEAD = {"ZambaMambaMixer"}
 FEW = 8  # tokens that are quicker read one by one
+NO_LIMIT = 0.0, float("inf")  # of the time steps of a scan; a step for a single token has none
 Function = Callable[..., Any]
 
 
@@ -189,7 +190,7 @@ class StatefulLayer:
 
 
 class OneState(Cache):
-    """What a layer reads and leaves beside the outputs of one pass of it."""
+    """The states that a layer reads and leaves beside the outputs of one pass."""
 
     def __init__(self, states: dict[Any, torch.Tensor]) -> None:
         super().__init__(layers=[])
@@ -200,7 +201,7 @@ class OneState(Cache):
         return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """That convolutions are to leave their inputs to the cache."""
+        """Tell convolutions to leave their inputs to the cache."""
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -241,7 +242,7 @@ class OneState(Cache):
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """The state of MiniMax's lightning attention."""
+        """The state [R, ...] of MiniMax's lightning attention."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
@@ -267,10 +268,12 @@ class TokenLayer:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The layer's outputs."""
         names, values = (*range(len(args)), *options), [*args, *options.values()]
-        caches = [each for each in values if isinstance(each, StateCache)]
+        caches = [each for each in values if isinstance(each, Cache)]
         if not caches:
-            return self.plain(self.module, *args, **options)
+            return self._run(OneState({}), args, options)[0]
         [cache] = caches
+        if not isinstance(cache, StateCache):
+            return self.plain(self.module, *args, **options)
 
         def run(given: list[Any], states: dict[Any, torch.Tensor]) -> Any:
             known = OneState(states)
@@ -305,7 +308,7 @@ class TokenLayer:
             found, cache.last[self.slot] = torch.stack(outputs, dim=1), state
         return self._split(found)
 
-    def _run(self, known: OneState, args: list[Any], options: dict[str, Any]) -> Any:
+    def _run(self, known: OneState, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Outputs of the layer, and its states after it."""
         before = [getattr(*each) for each in self.attributes]
         for owner, name in self.attributes:
@@ -342,7 +345,7 @@ class TokenLayer:
 
 
 def of_nodes(given: Any, place: tuple[Any, Any], rows: int, count: int) -> Any:
-    """What a layer is given for nodes at a place in a table [B, N]: of tensors [B or 1, N, ...]
+    """A layer's inputs for nodes at a place in a table [B, N]: of tensors [B or 1, N, ...]
     their part [R, 1, ...], also where they are in a tuple; all else as it is.
     """
     if isinstance(given, tuple):
@@ -398,6 +401,9 @@ class StatefulLayers:
             StatefulLayer(module) if is_known(module) else TokenLayer(module, number)
             for number, module in enumerate(modules)
         ]
+        # Whether single tokens leave the states that a pass over a prompt does, see `difference`.
+        limits = [getattr(module, "time_step_limit", NO_LIMIT) for module in modules]
+        self.read_alike = all(tuple(map(float, limit)) == NO_LIMIT for limit in limits)
 
     def __enter__(self) -> None:
         for layer in self.layers:
@@ -438,15 +444,17 @@ def own_cache(model: nn.Module) -> type[Cache] | None:
     )
 
 
-def cache_class(model: nn.Module) -> type[StateCache]:
+def cache_class(model: nn.Module, layers: StatefulLayers) -> type[StateCache]:
     """The class of `StateCache` that a model takes: some ask for one of their own."""
     own = own_cache(model)
-    return StateCache if own is None else type("OwnStateCache", (StateCache, own), {})
+    kinds = (StateCache,) if own is None else (StateCache, own)
+    return type("OwnStateCache", kinds, {"reads_alike": layers.read_alike})
 
 
-def difference(target: Any) -> float:
-    """The share by which logits of a `Target` differ of a text that transformers' own cache reads
-    token by token after a prompt, and in trees with wrong siblings, whose right path is committed.
+def differences(target: Any) -> tuple[float, float]:
+    """The shares by which logits of a `Target` differ of a text that transformers' own cache reads
+    token by token after a prompt: in trees with wrong siblings, whose right path is committed, and
+    as a prompt.
     """
     ids = torch.arange(3, 11, device=target.device)[None] % target.vocab_size
     positions = torch.arange(8, device=target.device)[None]
@@ -469,5 +477,7 @@ def difference(target: Any) -> float:
         found.append(output.logits[:, right])
         end = cache.longest + len(right)
         cache.commit(path, torch.full_like(path[:, 0], end), end)
+    at_once = target.run(ids, positions, None, NO_FEATURES).logits[:, 2:].float()
     read, known = (torch.cat(logits, dim=1).float() for logits in (found, expected))
-    return float((read - known).norm() / known.norm())
+    first, second = (float((each - known).norm() / known.norm()) for each in (read, at_once))
+    return first, second

@@ -31,7 +31,7 @@ Step = Callable[[torch.Tensor, Any, Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 class RunningStates(NamedTuple):
-    """What layers carry after the committed positions of each row."""
+    """The states that layers carry after the committed positions of each row."""
 
     recurrent: States
     windows: States  # [B, C, K] the last K inputs of convolutions
@@ -52,11 +52,16 @@ class RunningStates(NamedTuple):
 class StateCache(TreeCache):
     """Columns of attention layers, and the states of all others."""
 
+    # Whether single tokens leave the states that a pass over them as a prompt does. Else texts can
+    # only be cut where a pass over a prompt ended.
+    reads_alike = True
+
     def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns) -> None:
         super().__init__(memory, move)
         self.running = RunningStates({}, {})
         # Those before the last commit, after so many positions [B]: texts can be cut there.
         self.before: tuple[torch.Tensor, RunningStates] | None = None
+        self.stepped = False  # whether `running` is other than a pass over a prompt would leave it
         self.slot: Slot = (0, 0)  # that was asked for last
         # Place of the parent of each node [B, pending + N]; None where a pass reads a prompt.
         self.parents: torch.Tensor | None = None
@@ -68,13 +73,13 @@ class StateCache(TreeCache):
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
-        """All memory that committed positions take."""
+        """The memory [...] that committed positions take."""
         kept = [self.running] if self.before is None else [self.running, self.before[1]]
         return [*self.states, *(s for each in kept for part in each for s in part.values())]
 
-    # ---- what a pass is told, and what layers ask for -------------------------------------------
+    # ---- what a pass gives, and what layers ask for ---------------------------------------------
 
-    def mask(self, visible: torch.Tensor) -> torch.Tensor:
+    def mask(self, visible: torch.Tensor) -> torch.Tensor:  # [B or 1, N, pending + N]
         assert self.lengths is not None
         kept, rows = self.pending, len(self.lengths)
         known = None if self.parents is None else self.parents[:, :kept]
@@ -90,7 +95,7 @@ class StateCache(TreeCache):
         self.parents = parents if known is None else torch.cat([known, parents], dim=1)
         return super().mask(visible)
 
-    def later_mask(self, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def later_mask(self, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # [T]
         mask = super().later_mask(places, dtype)
         if len(places) > 1:  # a single one is read as a node
             self.parents = None
@@ -108,7 +113,7 @@ class StateCache(TreeCache):
         return self.parents.shape[1] - self.pending
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """That convolutions are to leave their inputs to the cache."""
+        """Tell convolutions to leave their inputs to the cache."""
         return True
 
     def has_previous_state(
@@ -220,7 +225,12 @@ class StateCache(TreeCache):
 
     # ---- what is committed ----------------------------------------------------------------------
 
-    def commit(self, path: torch.Tensor | None, lengths: torch.Tensor, longest: int) -> None:
+    def commit(
+        self,
+        path: torch.Tensor | None,  # [B, K]
+        lengths: torch.Tensor,  # [B]
+        longest: int,
+    ) -> None:
         assert self.lengths is not None
         if self.columns_of or self.last or self.after:
             count = lengths - self.lengths
@@ -231,7 +241,7 @@ class StateCache(TreeCache):
             self._go_on_from(places)
         super().commit(path, lengths, longest)
 
-    def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:
+    def commit_prompt(self, lengths: torch.Tensor, longest: int, room: int) -> None:  # [B]
         if not self.prompt_states:  # one column takes the place of keys
             nothing = torch.zeros(len(lengths), 1, longest, 1, device=lengths.device)
             self.prompt_states[0] = nothing, nothing
@@ -241,8 +251,9 @@ class StateCache(TreeCache):
     def _go_on_from(self, places: torch.Tensor) -> None:
         """Keep the states at a place [B] of each row."""
         assert self.lengths is not None
-        if any(self.running):
+        if any(self.running) and not self.stepped:
             self.before = self.lengths, self.running
+        self.stepped = self.steps and not self.reads_alike
         numbers = to_host(places)
         alike = len({*numbers}) == 1
         rows = torch.arange(len(places), device=places.device)
@@ -276,21 +287,21 @@ class StateCache(TreeCache):
         return False
 
     def cuttable(self, length: int) -> int:
-        if self.longest <= length:
+        if self.longest <= length and not self.stepped:
             return self.longest
         kept = 0 if self.before is None else int(self.before[0].max())
         return kept if kept <= length else 0
 
     def cut(self, length: int) -> None:
-        """As `ColumnCache.cut`, to a length that is `cuttable`."""
+        """Do as `ColumnCache.cut`, to a length that is `cuttable`."""
         if length < self.longest:
             assert self.before is not None and length == self.cuttable(length)
-            self.running = self.before[1]
+            self.running, self.stepped = self.before[1], False
         self.before = None
         super().cut(length)
         self._forget_pass()
 
-    def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+    def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:  # [B]
         self._take_rows(rows)
         super().keep_rows(rows, longest)
 
@@ -313,7 +324,13 @@ class StateCache(TreeCache):
     ) -> None:
         assert isinstance(other, StateCache)
         places = torch.tensor(order, device=self.device)
-        self.running, self.before = self.running.joined([other.running], places), None
+        mine, theirs = self._cut_points(), other._cut_points()
+        self.before = None
+        if mine is not None and theirs is not None and (self.stepped or other.stepped):
+            lengths = torch.cat([mine[0], theirs[0]])[places]
+            self.before = lengths, mine[1].joined([theirs[1]], places)
+        self.stepped = self.stepped or other.stepped
+        self.running = self.running.joined([other.running], places)
         super().join_rows(other, order, longest)
 
     def collect(
@@ -325,6 +342,13 @@ class StateCache(TreeCache):
         self.before = None
         states = [each.running for each in others]
         self.running = first.running.joined(states, order.to(self.device))
+
+    def _cut_points(self) -> tuple[torch.Tensor, RunningStates] | None:
+        """The last lengths [B] at which texts can be cut, and the states after them."""
+        if self.stepped:
+            return self.before
+        assert self.lengths is not None
+        return self.lengths, self.running
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ and quantised or PEFT-wrapped models work too. Only the requested layers are sto
 `output_hidden_states=True` would store them all.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.backend import EAGER, Backend, compiled_target, packed_target
-from drafthead.core.dims import Spec
+from drafthead.core.backend import EAGER, Backend, packed_target, recorded_target
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import TreeKernels
@@ -33,9 +32,10 @@ from drafthead.core.target.architecture import (
     find_layers,
     without_wrapper,
 )
+from drafthead.core.target.block_modules import BlockLinear, Int4Linear, kinds_of
 from drafthead.core.target.context import Context
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
-from drafthead.core.target.hooks import Place, Taps, evaluating
+from drafthead.core.target.hooks import Place, Taps, evaluating, leaving_nothing
 from drafthead.core.target.int8 import Int8Linear
 from drafthead.core.target.logit_finish import Finish, found_finish, has_numbers, sample_ids
 from drafthead.core.target.masks import (
@@ -48,9 +48,9 @@ from drafthead.core.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
-from drafthead.core.target.running_states import cache_class, difference, stateful_layers
+from drafthead.core.target.running_states import cache_class, differences, stateful_layers
 from drafthead.core.target.tree_cache import TreeCache
-from drafthead.core.target.weight_types import BITSANDBYTES, INT8, quantisation_of
+from drafthead.core.target.weight_types import BITSANDBYTES, INT4, INT8, quantisation_of
 
 # Share by which logits may differ, in types of so many bytes.
 MOST_DIFFERENT = {2: 0.1, 4: 1e-3, 8: 1e-3}
@@ -62,6 +62,18 @@ class TargetOutput:
 
     logits: torch.Tensor  # [B, T or logits_to_keep, V]
     features: Features
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """The inputs of a forward pass over T tokens, see `Target.run`."""
+
+    ids: torch.Tensor  # [B, T]
+    positions: torch.Tensor  # [B, T]
+    mask: LayerMasks  # [B, 1, T, S], or of `tree_mask`
+    features: FeatureSpec
+    cache: Cache | None
+    logits_to_keep: int | None = None  # of the last positions, 0: of all; None: none is read
 
 
 class Target:
@@ -111,20 +123,21 @@ class Target:
         self.skips_logits = not self.last_state.is_input and can_skip_logits(model, decoder)
         self.cache_name = cache_argument(type(model).forward)
         self.functions: dict[Hashable, Any] = {}  # that run its passes, by what they were made for
-        self.finish = self.find_finish()
-        self.check_states()
+        with leaving_nothing(model):
+            self.finish = self.find_finish()
+            self.check_states()
 
     def check_decoder(self, decoder: PreTrainedModel) -> None:
         """Raise UserError with the reason when the decoder cannot run a token tree."""
-        check_forward(self.model, decoder, self.config, bool(self.layer_kinds))
+        check_forward(self.model, decoder, self.config, self.layer_kinds)
 
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
-        """Where the last hidden state is: what the final norm gives, or else `head_input`."""
+        """The place of the last hidden state: the final norm's output, or else `head_input`."""
         norm = find_any(decoder, NORM_NAMES)
         return self.head_input() if norm is None else Place(norm)
 
     def head_input(self) -> Place:
-        """What the output head reads; raises UserError where its width is not that of layers."""
+        """The output head's input; raises UserError where its width is not that of layers."""
         head: Any = self.model.get_output_embeddings()
         if getattr(head, "in_features", None) != self.hidden_size:
             raise UserError(
@@ -135,7 +148,7 @@ class Target:
 
     @torch.no_grad()
     def find_finish(self) -> Finish:
-        """How the model makes logits of its output head's outputs, as one small pass shows.
+        """The step from the output head to the model's logits, as one small pass shows it.
 
         Where more is computed after the final norm, the last state is what the output head reads.
         Raises UserError when it is in no way that its configuration explains.
@@ -155,7 +168,7 @@ class Target:
     @torch.no_grad()
     def check_states(self) -> None:
         """Raise UserError where a tree that goes on from kept states is something else than what
-        the model reads token by token.
+        the model reads token by token; find out whether that is what it reads as a prompt.
         """
         if self.stateful_layers is None or not has_numbers(
             self.model.get_input_embeddings().weight
@@ -163,7 +176,7 @@ class Target:
             return
         name, most = type(self.model).__name__, MOST_DIFFERENT[self.dtype.itemsize]
         try:
-            share = difference(self)
+            share, as_prompt = differences(self)
         except Exception as error:  # whatever the code of a model raises that is given these
             raise UserError(
                 f"{name} is not supported as a target: it cannot go on from a running state "
@@ -174,6 +187,7 @@ class Target:
                 f"{name} is not supported as a target: going on from its running state, a tree's "
                 f"logits differ by {share:.1%} from those of single tokens"
             )
+        self.stateful_layers.read_alike &= as_prompt < most
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden states [1, T, D] and the model's own logits [1, T, V] of some tokens."""
@@ -198,6 +212,10 @@ class Target:
         """The type of the weights, as `load_target` takes it, or how they are quantised."""
         if any(isinstance(part, Int8Linear) for part in self.model.modules()):
             return INT8
+        if any(isinstance(part, Int4Linear) for part in self.model.modules()):
+            return INT4
+        if kinds := kinds_of(self.model):
+            return kinds
         return quantisation_of(self.model) or str(self.dtype).removeprefix("torch.")
 
     @property
@@ -256,7 +274,7 @@ class Target:
 
     @property
     def keeps_more(self) -> str | None:
-        """What layers keep beside keys and values, in words; None where it is nothing."""
+        """The states that layers keep beside keys and values, in words; None without any."""
         if self.stateful_layers is not None:
             return "its layers carry a running state"
         is_indexed = any(kind.name == "indexed_attention" for kind in self.layer_kinds)
@@ -273,6 +291,12 @@ class Target:
         return any(isinstance(weight, DTensor) for weight in self.model.parameters())
 
     def check_compilable(self) -> None:
+        """Raise UserError for weights in blocks, and as `check_packable`."""
+        self.check_packable()
+        if kinds := kinds_of(self.model):
+            raise UserError(f"compile is not for weights of {kinds}: load them with dtype bfloat16")
+
+    def check_packable(self) -> None:
         """Raise UserError when layers are on other devices or on disk, in other processes, of
         bitsandbytes, or carry a running state.
         """
@@ -293,30 +317,33 @@ class Target:
         return text
 
     def answer_prefix(self, prompt: Sequence[int]) -> Sequence[int]:
-        """What an answer is a continuation of: the prompt, without the source where there is one.
+        """The text that an answer continues: the prompt, without the source where there is one.
 
         Its tokens count for `max_length`, and are what logits processors and criteria read.
         """
         return self.decoder_prompt or prompt
 
-    def compiled(self, in_int8: bool = False, fuses: bool = True) -> "Target":
-        """This target with passes compiled, or on a GPU recorded; its model is shared.
+    def recorded(self, fuses: bool = True) -> "Target":
+        """This target with passes recorded for its GPU; its model is shared.
 
-        With `in_int8` passes multiply whole numbers: for draft models. Without `fuses` layers
-        are recorded as they are: for first answers.
+        With `fuses` its layers are compiled; without, first answers come sooner.
         """
         with evaluating(self.model):
-            made: Target = compiled_target(self, in_int8, fuses)
+            made: Target = recorded_target(self, fuses)
         return made
 
     def packed(self, in_int8: bool = False) -> "Target":
-        """This target with passes that run our kernels at once, where there are any for it."""
+        """This target with passes that run our kernels, where there are any for it.
+
+        With `in_int8` they multiply whole numbers: for draft models.
+        """
         made: Target = packed_target(self, in_int8)
         return made
 
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
-        return TreeCache() if self.stateful_layers is None else cache_class(self.model)()
+        layers = self.stateful_layers
+        return TreeCache() if layers is None else cache_class(self.model, layers)()
 
     @property
     def reads_rows_alone(self) -> bool:
@@ -346,7 +373,8 @@ class Target:
     def one_token(self) -> TreeCache:
         """A cache that holds one token, and so knows the sizes of the keys of all layers."""
         cache, place = TreeCache(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        Target.read(self, place, place, None, FeatureSpec(layers=(), last=False), cache)
+        with torch.no_grad():
+            Target.passed(self, PassInputs(place, place, None, NO_FEATURES, cache))
         cache.commit_prompt(place[0] + 1, 1, room=0)
         return cache
 
@@ -360,7 +388,7 @@ class Target:
         """Read prompts into an empty cache, with room for so many columns after them.
 
         Returns the last hidden states [B, D]. Raises NotImplementedError for a model without an
-        encoder: its prompts are read in chunks, see `infer.engine.prefill`.
+        encoder: its prompts are read in chunks.
         """
         raise NotImplementedError
 
@@ -389,6 +417,8 @@ class Target:
         """Weight [V, D] of the output head, to be read: it has no gradient."""
         if (matrix := self._plain_output_head()) is not None:
             return matrix.weight.detach()
+        if isinstance(head := self.model.get_output_embeddings(), BlockLinear):
+            return head.blocks.dequantised(self.dtype)
         # Quantised, or with an adapter: the columns are the outputs for unit vectors.
         rows = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
         return (self.output_head(rows) - self.output_head(torch.zeros_like(rows[:1]))).T
@@ -446,9 +476,10 @@ class Target:
         `logits_to_keep=n` returns the logits of the last n positions only (0: of all). Features are
         returned for all T positions.
         """
-        with Taps(self, features) as taps:
-            logits = self.forward(input_ids, position_ids, attention_mask, cache, logits_to_keep)
-        return TargetOutput(logits[:, -logits_to_keep:], self._here(taps.features()))
+        given = PassInputs(input_ids, position_ids, attention_mask, features, cache, logits_to_keep)
+        logits, found = self.passed(given)
+        assert logits is not None
+        return TargetOutput(logits[:, -logits_to_keep:], found)
 
     @torch.no_grad()
     def read(
@@ -460,14 +491,23 @@ class Target:
         cache: Cache | None = None,
     ) -> Features:
         """The features of the same pass; logits are not computed where the model can skip them."""
-        nowhere = torch.empty(0, dtype=torch.long, device=input_ids.device)
-        with Taps(self, features) as taps:
-            self.forward(input_ids, position_ids, attention_mask, cache, nowhere)
-        return self._here(taps.features())
+        return self.passed(PassInputs(input_ids, position_ids, attention_mask, features, cache))[1]
+
+    def passed(self, given: PassInputs) -> tuple[torch.Tensor | None, Features]:
+        """Logits [B, T or those to keep, V] and features [B, T, D] of a pass."""
+        kept = given.logits_to_keep
+        places = torch.empty(0, dtype=torch.long, device=given.ids.device) if kept is None else kept
+        with Taps(self, given.features) as taps:
+            logits = self.forward(given.ids, given.positions, given.mask, given.cache, places)
+        return logits, self._here(taps.features())
 
     def _here(self, features: Features) -> Features:
-        """The features on the device of the inputs, which those of layers elsewhere are not."""
-        return features.map(lambda hidden: hidden.to(self.device))
+        """The features on the device of the inputs, which those of layers elsewhere are not, and in
+        the type that the output head reads: Mamba has them in float32.
+        """
+        matrix = self._plain_output_head()
+        dtype = self.dtype if matrix is None else matrix.weight.dtype
+        return features.map(lambda hidden: hidden.to(self.device, dtype))
 
     def forward(
         self,
@@ -494,27 +534,16 @@ class Target:
             )
         return output.logits
 
-    def pass_function(
-        self,
-        function: Callable[..., Any],
-        dims: Mapping[str, Spec],
-        taps: "Taps",
-        variant: Callable[..., Hashable],
-        reads: Sequence[Any],
-    ) -> Callable[..., Any]:
-        """A function that runs a pass within `taps`, as it is to be called.
-
-        The other arguments are those of `Backend.compile`; `reads` come beside the model.
-        """
-        read, around = (self.model, *reads), self.around(taps)
-        return self.backend.compile(function, dims, read, variant, around)
+    def pass_function(self, function: Callable[..., Any], taps: "Taps") -> Callable[..., Any]:
+        """A function that runs a pass within `taps`, as it is to be called."""
+        return self.backend.record(function, self.around(taps))
 
     def around(self, taps: "Taps") -> AbstractContextManager[object]:
-        """What a pass with these taps runs within."""
+        """The context of a pass with these taps."""
         return taps
 
     def place_of(self, number: int) -> Place:
-        """Where the hidden state of a number in `FeatureSpec` is."""
+        """The place of the hidden state of a number in `FeatureSpec`."""
         if number == self.num_layers:
             return self.last_state
         return Place(self.layers[max(number, 0)], is_input=number == -1)  # type: ignore[index]
@@ -535,14 +564,14 @@ class Target:
         return self.run(ids, positions, None, NO_FEATURES, logits_to_keep=count).logits
 
     def tree_mask(self, cache: TreeCache, visible: torch.Tensor) -> LayerMasks:
-        """What `run` takes as the mask of a pass over N new nodes; makes room for them.
+        """The mask that `run` takes for a pass over N new nodes; makes room for them.
 
         `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees.
         """
         return cache.additive_mask(visible, self.dtype)
 
     def later_mask(self, cache: TreeCache, places: torch.Tensor) -> torch.Tensor:
-        """What `read` takes as the mask of a prompt's positions `places` [T], which follow those in
+        """The mask that `read` takes for a prompt's positions `places` [T], which follow those in
         the cache; makes room for them.
         """
         return cache.later_mask(places, self.dtype)

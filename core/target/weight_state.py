@@ -22,7 +22,7 @@ def weights_of(part: nn.Module, recurse: bool = True) -> Iterator[tuple[str, tor
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:
-    """What differs after weights, adapters, modules or hooks were changed, replaced or switched.
+    """A value that differs after weights, adapters, modules or hooks were changed or replaced.
 
     It is read once an answer. Passes are the same in training mode, see `Taps`, so that is no part
     of it. Not noticed are values written by way of `weight.data`, into weights that were made in
@@ -33,7 +33,7 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def weight_state(weight: torch.Tensor) -> tuple[Any, ...]:
-    """Which tensor [...] this is, which memory it has, and how often that was written to.
+    """The identity of a tensor [...], its memory, and how often that was written to.
 
     By weak references: another one that comes to its address later is not the same.
     """
@@ -43,7 +43,7 @@ def weight_state(weight: torch.Tensor) -> tuple[Any, ...]:
 
 
 def switches(part: nn.Module) -> list[Any]:
-    """Which module it is, its hooks, values of its plain attributes and which the others are."""
+    """The identity of a module, its hooks, its plain attributes and the identity of the others."""
     own = [
         value
         for name, value in vars(part).items()
@@ -59,7 +59,7 @@ def users_hooks(part: nn.Module) -> list[Any]:
 
 
 def value_or_identity(thing: Any) -> Any:
-    """What equals that of the same value, or of nothing but the same object."""
+    """A key that equals only that of the same value, or of the same object."""
     if isinstance(thing, PLAIN):
         return thing
     if isinstance(thing, COPIED):

@@ -7,24 +7,24 @@ import torch
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-INT8 = "int8"  # on a CPU products of our own, see `int8`
+from drafthead.core.target.scaled_weights import METHODS, NOT_NEEDED, OURS, declared
+
+# On a CPU products of our own, see `int8` and `block_modules`.
+INT8, INT4 = "int8", "int4"
 # Types whose matrices bitsandbytes keeps in so few bits, all but the output head's.
 BITSANDBYTES: dict[str, dict[str, Any]] = {
     INT8: {"load_in_8bit": True},
-    "int4": {
+    INT4: {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_compute_dtype": torch.bfloat16,
     },
 }
 LOSSY = tuple(BITSANDBYTES)  # their hidden states are in bfloat16
-# How checkpoints store weights that transformers can turn into 16-bit numbers as it reads them.
-# As they are they round activations as well, by all tokens of a block, with kernels of the hub.
-DEQUANTISED = "fp8", "compressed-tensors"
 
 
 def quantisation_of(model: PreTrainedModel) -> str | None:
-    """How the weights of a model are quantised: a type of BITSANDBYTES, another method, or None."""
+    """The quantisation of a model's weights: a type of BITSANDBYTES, another method, or None."""
     config = getattr(model.config, "quantization_config", None)
     if config is None:
         return None
@@ -41,14 +41,19 @@ def method_of(settings: dict[str, Any]) -> str:
     return str(getattr(method, "value", method))
 
 
-def let_dequantise(config: PretrainedConfig | None) -> str | None:
-    """Let the weights of a checkpoint with this configuration be read as 16-bit numbers, where
-    their method is one of DEQUANTISED: that method, else None.
+def read_scales(config: PretrainedConfig | None) -> str | None:
+    """Let the weights of a checkpoint with this configuration be read as `scaled_weights` does,
+    where they are of such a method: that method, else None.
+
+    Raises ValueError for what its configuration declares and is not known.
     """
-    for part in () if config is None else (config, config.get_text_config(decoder=True)):
+    if config is None:
+        return None
+    for part in (config, config.get_text_config(decoder=True)):
         settings = getattr(part, "quantization_config", None)
-        if isinstance(settings, dict) and method_of(settings) in DEQUANTISED:
-            settings["dequantize"] = True
+        if isinstance(settings, dict) and method_of(settings) in METHODS:
+            del part.quantization_config
+            config.quantization_config = {"quant_method": OURS, "what": declared(settings)}
             return method_of(settings)
     return None
 
@@ -56,16 +61,18 @@ def let_dequantise(config: PretrainedConfig | None) -> str | None:
 def wrongly_read(
     model: PreTrainedModel, unread: Iterable[str], missing: Iterable[str]
 ) -> str | None:
-    """Why the weights of a loaded model are not those of its files; None where nothing is known.
+    """The reason that a loaded model has not its files' weights; None where none is known.
 
     `unread` are names of tensors of the files. The ones of modules that the model has, such as the
-    scales of a matrix, would change what it computes. `missing` are weights that no file has.
+    scales of a matrix, would change what it computes, all but those of activations, which are not
+    rounded. `missing` are weights that no file has.
     """
     config = model.config
     settings = getattr(config, "quantization_config", None)
     if isinstance(settings, dict) and getattr(model, "hf_quantizer", None) is None:
         return f"transformers cannot read weights of the method {method_of(settings)}"
     weighed = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    unread = (name for name in unread if name.rpartition(".")[2] not in NOT_NEEDED)
     lost = sorted(name for name in unread if name.rpartition(".")[0] in weighed)
     if lost:
         return f"its files have {lost[0]}, which {type(model).__name__} does not use"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -96,3 +97,40 @@ def token_tree(roots: Sequence[int], trees: Sequence[GuessTree], device: torch.d
     tokens, parents, depths = (there[:, :, column].contiguous() for column in range(3))
     deepest = int(table[:, :, 2].max())
     return TokenTree(tokens, parents, depths, there[:, :, 3:].bool(), deepest, nodes - 1)
+
+
+Proposal: TypeAlias = TokenTree | Guesses
+
+
+def known(proposal: Proposal) -> TokenTree:
+    """The proposed trees as one batch."""
+    return proposal.tree() if isinstance(proposal, Guesses) else proposal
+
+
+def only(proposal: Proposal, kept: Sequence[bool] | None) -> Proposal:
+    """The proposal with nothing but the root for the rows that are not `kept`; None keeps all.
+
+    For rules that follow the target's own tokens: what was drawn cannot be left out.
+    """
+    if kept is None or all(kept):
+        return proposal
+    if isinstance(proposal, Guesses):
+        trees = [
+            tree if keep else tree.best(0) for tree, keep in zip(proposal.trees, kept, strict=True)
+        ]
+        return replace(proposal, trees=trees)
+    tokens = proposal.tokens
+    drops = ~torch.tensor(kept, device=tokens.device)[:, None].expand(tokens.shape)
+    return replace(proposal, tokens=tokens.masked_fill(drops & (proposal.depths > 0), PADDING))
+
+
+def drafted_tokens(proposal: Proposal | None, rows: int) -> list[int]:
+    """The number of tokens proposed for each row, of a tree on a device for the largest row."""
+    if proposal is None:
+        return [0] * rows
+    if isinstance(proposal, Guesses):
+        return [len(tree.tokens) for tree in proposal.trees]
+    if proposal.tokens.device.type == "cpu":
+        found: list[int] = ((proposal.tokens >= 0).sum(1) - 1).tolist()
+        return found
+    return [proposal.num_nodes - 1] * rows

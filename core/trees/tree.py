@@ -5,24 +5,28 @@ tree whose parents are -1, 0, 1, 2, ...
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from drafthead.core.errors import UserError
 
 Path = tuple[int, ...]
 
 PADDING = -1
+# The token and the parent of a node that only fills up a tree. No token is equal to it: PADDING
+# is what a model with NaN logits gives, NO_TOKEN.
+NO_NODE = -2
 # Acceptance of each depth, given the depth before, that is assumed of an unmeasured drafter.
 UNMEASURED_ALPHA = 0.6
 
 
 def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.Tensor:
-    """Which nodes attend to which, [..., N, N]: true where m is node n or an ancestor of n.
+    """The attention of nodes, [..., N, N] bool: true where m is node n or an ancestor of n.
 
     `parents` [..., N]. To know that no node is deeper than `max_depth` saves work.
 
@@ -44,14 +48,13 @@ def ancestor_mask(parents: torch.Tensor, max_depth: int | None = None) -> torch.
     return mask
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Budget:
     """The most that one step's tree may have: nodes, the root included, and drafted tokens a path.
 
-    Depth 0 is for drafts that are free: they cost no pass of a model, and a path may have as many
-    tokens as there are nodes. A draft that takes a pass for each level may stop where a further
-    level is accepted with less than `least_chance`. Budgets that differ in nothing but what is
-    believed of them are equal. Raises UserError for a tree that would propose nothing.
+    A draft that takes a pass for each level may stop where a further level is accepted with less
+    than `least_chance`. Budgets that differ in nothing but what is believed of them are equal.
+    Raises UserError for a tree that would propose nothing.
     """
 
     nodes: int
@@ -62,26 +65,46 @@ class Budget:
     chances: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.nodes < 2 or self.depth < 0:
+        if self.nodes < 2 or self.depth < 1:
             raise UserError(
                 f"a token tree needs at least 2 nodes (the root and a guess), got {self.nodes} "
                 f"nodes and depth {self.depth}"
             )
         if not self.chances:
-            assumed = (UNMEASURED_ALPHA**depth for depth in range(1, self.longest + 1))
+            assumed = (UNMEASURED_ALPHA**depth for depth in range(1, self.depth + 1))
             # The class is frozen, and this default follows from other fields.
             object.__setattr__(self, "chances", tuple(assumed))
 
+    def __lt__(self, other: "Budget") -> bool:
+        """Whether this one is the smaller."""
+        return (self.nodes, self.levels) < (other.nodes, other.levels)
+
     @property
-    def longest(self) -> int:
-        """The most drafted tokens on a path."""
-        return self.depth or self.nodes - 1
+    def levels(self) -> int:
+        """The most levels that a model drafts."""
+        return self.depth
+
+    def of_nodes(self, nodes: int) -> "Budget":
+        """A budget of the same kind with so many nodes."""
+        return Budget(nodes, min(self.depth, max(1, nodes - 1)))
 
 
-@cache
-def free_budget(nodes: int) -> Budget:
-    """The budget of a draft that costs no pass; made once, as it is asked for at every step."""
-    return Budget(nodes, 0)
+@dataclass(frozen=True)
+class Free(Budget):
+    """The budget of a draft that costs no pass of a model: a path may take all of its nodes."""
+
+    levels = 0
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", self.nodes - 1)  # the class is frozen
+        super().__post_init__()
+
+    def of_nodes(self, nodes: int) -> "Free":
+        return Free(nodes)
+
+
+free_budget = cache(Free)  # one object each, as they are asked for at every step
 
 
 @dataclass(frozen=True)
@@ -148,7 +171,7 @@ class TreeShape:
 
     @cached_property
     def ranks(self) -> torch.Tensor:
-        """Which child of its parent each node is, [N]; the root counts as 0."""
+        """The number of each node among its parent's children, [N]; the root counts as 0."""
         return torch.tensor([0, *(path[-1] for path in self.paths)])
 
     @cached_property
@@ -243,9 +266,41 @@ class TokenTree:
         """Number N of nodes, the root included."""
         return self.tokens.shape[1]
 
+    def padded(self, nodes: int) -> "TokenTree":
+        """This tree padded to `nodes` nodes. Padding nodes attend only to themselves.
+
+        Tables of two nodes, padded to four::
+
+            parents -1 0 -2 -2     depths 0 1 0 0     ancestors  1 . . .
+                                                                 1 1 . .
+                                                                 . . 1 .
+                                                                 . . . 1
+        """
+        missing = nodes - self.num_nodes
+        if missing == 0:
+            return self
+        places = torch.arange(nodes, device=self.parents.device)
+        itself = (places[:, None] == places) & (places >= self.num_nodes)
+        return replace(
+            self,
+            tokens=pad(self.tokens, (0, missing), value=NO_NODE),
+            parents=of_stored(self.parents, lambda t: pad(t, (0, missing), value=NO_NODE)),
+            depths=of_stored(self.depths, lambda t: pad(t, (0, missing))),
+            ancestors=of_stored(self.ancestors, lambda t: pad(t, (0, missing) * 2) | itself),
+            scores=None,
+        )
+
+
+def of_stored(table: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The table [B, ...] changed row by row; rows that are all one stay that."""
+    if table.stride(0) != 0:
+        return change(table)
+    changed = change(table[:1])
+    return changed.expand(len(table), *changed.shape[1:])
+
 
 class TreeTables(NamedTuple):
-    """The tables of trees that differ from row to row. Tensors alone, for compiled drafts."""
+    """The tables of trees that differ from row to row. Tensors alone, for recorded drafts."""
 
     tokens: torch.Tensor  # [B, N]
     parents: torch.Tensor  # [B, N], -1 for the root, which is node 0

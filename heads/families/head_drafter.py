@@ -1,43 +1,43 @@
 """A trained head as a drafter, and which class of drafter serves which class of head."""
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from drafthead.core.backend import EAGER, Backend, backend_for
+from drafthead.core.backend import EAGER, Backend
 from drafthead.core.coupling import Choice
-from drafthead.core.dims import Spec
-from drafthead.core.drafting.drafter import Drafter
+from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
-from drafthead.core.kv_cache.column_cache import TreeKernels, visible_columns
-from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, largest
+from drafthead.core.kv_cache.column_cache import TreeKernels
+from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.target.weight_state import state_of
-from drafthead.core.trees.tree import Budget, TreeShape
+from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.base import DraftHead, drafting_fields
-from drafthead.heads.growing.dynamic import best_tree
-from drafthead.heads.growing.levels import Guesses, Level, best_guesses, levels_of
+from drafthead.heads.growing.dynamic import Operations
+from drafthead.heads.growing.levels import Expand, Guess, Level, filled_tree, levels_of
 from drafthead.heads.growing.static import StaticTrees
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.layers.decoder_layer import frequencies_in
 
 # More positions than any tree brings: a part of a prompt, and seldom of the same length again.
 LONG = 64
 
 Head = TypeVar("Head", bound=DraftHead)
-Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class HeadDrafter(Drafter, Generic[Head]):
-    """A head with the target that it drafts for, and the static trees that it may fill."""
+    """A head with the target that it drafts for, and the static trees that it may fill.
+
+    Its passes are functions of tensors, which sessions call by `whole`, and these their own parts
+    by `part`: as they are, by our kernels, or recorded, as the target's backend has it.
+    """
 
     names = ("head",)
-    on_device = False  # whether its sessions are `OnDevice`
-    # Functions that kernels may take the place of.
-    with_kernels: ClassVar[tuple[str, ...]] = ("largest", "visible_columns", "best_tree")
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         Raises UserError when the shape is deeper than the head drafts, or wider than it guesses.
         """
         # For each node.
-        self.num_guesses = min(DRAFT_SUPPORT, getattr(head, "num_guesses", target.vocab_size))
+        self.num_guesses = min(DRAFT_SUPPORT, head.num_guesses)
         if shape is not None and shape.width > self.num_guesses:
             raise UserError(
                 f"a token tree with {shape.width} children of a node does not fit a {head.family} "
@@ -65,10 +65,10 @@ class HeadDrafter(Drafter, Generic[Head]):
             )
         self.head, self.target, self.fixed = head, target, shape
         self.given, self.state = head, state_of(head)  # as it is; `head` may be its twin
-        # What draws trees, and may be kernels of ours.
-        self.largest, self.visible_columns, self.best_tree = largest, visible_columns, best_tree
+        self.operations = Operations()
         self.features = head.features_needed
         self.backend: Backend = EAGER
+        self.called: dict[tuple[object, str], Any] = {}  # functions as they are called
         self.memory: FreshMemory = FRESH  # of its caches
         self.kernels: TreeKernels | None = None  # of recorded passes, where the target has some
         usual = tuple(path for path in head.usual_paths if max(path) < self.num_guesses)
@@ -80,57 +80,73 @@ class HeadDrafter(Drafter, Generic[Head]):
         self.known_scores: dict[TreeShape, torch.Tensor] = {}
         self.known_slots: dict[int, torch.Tensor] = {}
 
-    @property
-    def read_by_graphs(self) -> tuple[object, ...]:
-        """Return what compiled drafting reads beside its arguments, see `Backend`."""
-        return self.head, self.target.model, *frequencies_in(self.head)
-
     def is_prompt(self, cache: DraftCache, positions: int) -> bool:
         """Whether so many positions are read as prompts are: the first ones, and where calls are
         recorded any that are many.
         """
         return cache.is_empty or (self.memory.is_recorded and positions > LONG)
 
-    def prepare(self, target: Target | None) -> None:
-        """Draft from now on as this target's passes run: by our kernels, compiled or recorded."""
-        self.target = target or self.target
-        its = self.target.backend
-        if its.has_kernels and not its.compiles:
-            self.backend, self.head = its, its.packed(self.given)
-            for name in self.with_kernels:
-                setattr(self, name, its.replacement_of(getattr(self, name)))
-        else:
-            self.backend = backend_for(self.target.device, self.target.dtype, its.fuses)
-            its.forget_also(self.backend)
-        self.memory, self.kernels = self.backend.memory, self.target.kernels
+    def compile(self, target: Target) -> None:
+        self.target, self.backend, self.called = target, target.backend.another(), {}
+        self.head, self.operations = self.backend.packed(self.given), Operations.of(self.backend)
+        self.memory, self.kernels = self.backend.memory, target.kernels
 
-    def follow_weights(self) -> None:
-        """Run the head with its weights as they are now; called when a session starts."""
-        if (state := state_of(self.given)) != self.state:
-            self.head, self.state = self.backend.packed(self.given), state
+    def whole(self, function: Function) -> Function:
+        """A function of tensors as a session calls it."""
+        return self._called(function, self.backend.record)
 
-    def compiled(
-        self, function: Callable[..., Any], dims: Mapping[str, Spec], *reads: object
-    ) -> Callable[..., Any]:
-        """A pass of the draft, compiled; `reads` come beside what is `read_by_graphs`."""
-        return self.backend.compile(function, dims, (*self.read_by_graphs, *reads))
+    def part(self, function: Function) -> Function:
+        """A function of tensors as one that is called by `whole` calls it in turn."""
+        return self._called(function, self.backend.fused)
 
-    def compiled_readers(
-        self, function: Callable[..., Value], dims: Mapping[str, Spec]
-    ) -> tuple[Callable[..., Value], Callable[..., Value]]:
-        """A compiled pass over committed positions, and how a prompt is read.
+    def _called(self, function: Function, made: Callable[[Function], Any]) -> Function:
+        key = function, made.__name__
+        if key not in self.called:
+            self.called[key] = made(function)
+        found: Function = self.called[key]
+        return found
+
+    def reading(self, function: Function, is_prompt: bool) -> Function:
+        """A pass over committed positions as a session calls it.
 
         Prompts are seldom of one length: where calls are recorded, each would be recorded once and
         used once. Our kernels serve all lengths.
         """
-        compiled = self.compiled(function, dims)
-        return compiled, compiled if self.backend.has_kernels else function
+        return function if is_prompt and self.backend.records else self.whole(function)
 
-    def best_guesses(self, logits: torch.Tensor, count: int = DRAFT_SUPPORT) -> Guesses:
-        """`growing.levels.best_guesses` of logits [B, n, Vd]."""
-        # A head without a draft vocabulary need not have `tokens_of`.
-        tokens_of = getattr(self.head, "tokens_of", torch.Tensor.long)
-        return best_guesses(logits, tokens_of, count, self.largest)
+    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:  # [B, T], [B]
+        """A session of the head with its weights as they are now."""
+        if (state := state_of(self.given)) != self.state:
+            self.head, self.state = self.backend.packed(self.given), state
+        return self.session(len(lengths))
+
+    @abstractmethod
+    def session(self, rows: int) -> DraftSession:
+        """A session of so many rows, which has read nothing."""
+
+    def guess(
+        self,
+        states: torch.Tensor,  # [B, n, S]
+        logits: torch.Tensor,  # [B, n, Vd]
+        count: int = DRAFT_SUPPORT,
+    ) -> Guess:
+        """The `count` best guesses of the children of n nodes."""
+        best, places, total = self.operations.largest(logits, count)
+        return Guess(states, best, self.head.tokens_of(places), total)
+
+    def filled(
+        self,
+        budget: Budget,
+        roots: torch.Tensor,  # [B]
+        states: torch.Tensor,  # [B, 1, S] before the roots
+        expand: Expand,
+        sampling: Sampling,
+        random: Choice,
+    ) -> TokenTree:
+        """The static tree for a budget: the best guesses, or children drawn as `random` says."""
+        shape = self.shape(budget, random)
+        how = expand, sampling, random, self.scores(shape)
+        return filled_tree(shape, self.levels(shape), roots, states, *how)
 
     def slots(self, count: int) -> torch.Tensor:
         """The numbers [count] from 0 on, made once."""

@@ -20,7 +20,7 @@ from drafthead.core.target.features import Features
 FEW = 8
 
 
-class Unread:
+class LateCommits:
     """The commits that a drafter has not read yet, in order."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Unread:
             return parts[0] if parts else None
         return parts[0].cut()
 
-    def join_rows(self, other: "Unread", order: Sequence[int]) -> None:
+    def join_rows(self, other: "LateCommits", order: Sequence[int]) -> None:
         """Raises ValueError while one of them has unread parts: these are of different lengths."""
         if self.parts or other.parts:
             raise ValueError("what was committed must be read before rows join")
@@ -59,7 +59,7 @@ class LateReader(DraftSession):
     def __init__(self, memory: FreshMemory) -> None:
         """`memory` is that of the session's caches."""
         self.memory = memory
-        self.unread = Unread()
+        self.unread = LateCommits()
         self.roots: torch.Tensor | None = None  # [B] the last tokens that were read
 
     def commit(self, committed: Committed) -> None:

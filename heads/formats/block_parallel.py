@@ -29,6 +29,7 @@ from drafthead.heads.formats.keys import (
     LayerIds,
     Place,
     Reasons,
+    Renaming,
     Size,
     Slots,
     TargetLayers,
@@ -51,16 +52,17 @@ from drafthead.heads.formats.layers import (
     without_output_bias,
 )
 
-# The formats' names and ours, where they differ.
-PARTS = {
-    "lm_head.": "output.",
-    "markov_head.markov_w1.": "correction.embed.",
-    "markov_head.markov_w2.": "correction.output.",
-    "markov_head.gate_proj.": "correction.gate.",
-    "markov_head.joint_proj.": "correction.joint.",
-    "confidence_head.proj.": "confidence.",
-}
-PREFIX = "transformer."
+NAMES = Renaming(
+    {
+        "lm_head.": "output.",
+        "markov_head.markov_w1.": "correction.embed.",
+        "markov_head.markov_w2.": "correction.output.",
+        "markov_head.gate_proj.": "correction.gate.",
+        "markov_head.joint_proj.": "correction.joint.",
+        "confidence_head.proj.": "confidence.",
+        "": "transformer.",
+    }
+)
 CORRECTIONS = {"vanilla": "markov", "gated": "gated", "rnn": "recurrent"}
 COPIES = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
 
@@ -161,6 +163,7 @@ def read_block(
     root_predicts: bool,
     layers: Place = (),
     vocab_size: int | None = None,
+    renaming: Renaming = NAMES,
 ) -> Foreign:
     """A block-parallel head of any of the formats.
 
@@ -182,9 +185,8 @@ def read_block(
     # With a draft vocabulary the file's output head is the head's own, of fewer rows.
     names = {k: n for k, n in COPIES.items() if not (k == "output" and vocabulary)}
     copies, left_out = checkpoint.present(names), {"d2t", "t2d", *names.values()}
-    found = {
-        our_name(name): checkpoint.load(name) for name in checkpoint.tensors if name not in left_out
-    }
+    kept = [name for name in checkpoint.tensors if name not in left_out]
+    found = {renaming.ours(name): checkpoint.load(name) for name in kept}
     config = ParallelConfig(
         **options,
         taps=taps,
@@ -260,14 +262,6 @@ def refuse_unknown_parts(checkpoint: Checkpoint) -> None:
         raise UserError(f"{file} holds a vector for the mask token, which is not read here")
 
 
-def our_name(name: str) -> str:
-    """Our name of a tensor in the file."""
-    for theirs, ours in PARTS.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return PREFIX + name
-
-
 def correction_of(checkpoint: Checkpoint, keys: BlockKeys, hidden_size: int) -> dict[str, Any]:
     """The correction and confidence fields of `ParallelConfig`, from the tensors."""
     names, found = checkpoint.tensors, {"correction": "none", "correction_rank": 1}
@@ -301,17 +295,9 @@ def refuse_unlike(
         )
 
 
-def their_tensors(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The tensors [...] of our head under the formats' names."""
-    return {their_name(name): tensor for name, tensor in tensors.items()}
-
-
-def their_name(name: str) -> str:
-    """The formats' name of one of our tensors."""
-    for theirs, ours in PARTS.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return name.removeprefix(PREFIX)
+def their_tensors(tensors: Mapping[str, torch.Tensor], renaming: Renaming = NAMES) -> Tensors:
+    """The tensors [...] of our head under a format's names."""
+    return {renaming.theirs(name): tensor for name, tensor in tensors.items()}
 
 
 def correction_keys(config: ParallelConfig) -> dict[str, Any]:
@@ -338,7 +324,7 @@ class Seen:
     window: int = 0
 
     def mask(self, size: int, length: int) -> torch.Tensor:
-        """Which of `length` positions and of the block's own slots its slots see, [K, T + K]."""
+        """A mask of the `length` positions and own slots that a block's slots see, [K, T + K]."""
         slots, places = torch.arange(length, length + size)[:, None], torch.arange(length + size)
         mask = torch.ones(size, length + size, dtype=torch.bool)
         if self.causal:

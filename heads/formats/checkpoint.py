@@ -13,6 +13,7 @@ from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFound
 
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.printing import shown
+from drafthead.core.storage.names import SHIPPED_HEADS, may_be_hub_id, refuse_missing_head
 from drafthead.heads.formats.files import (
     CONFIG_FILE,
     INDEX,
@@ -29,8 +30,6 @@ KeysType = TypeVar("KeysType", bound=Keys)
 
 # A file may hold one tensor under several names, but not so often that memory runs out.
 MOST_REPEATED = 2
-# The heads that the package contains, by the name that `--draft` takes.
-SHIPPED_HEADS = {"smollm2-eagle3": "smollm2_eagle3"}
 SAFE_FILES = ["*.json", "*.safetensors"]
 PICKLED_FILES = ["*.json", "*.bin", "*.pt", "*.pth"]  # scanned before they are loaded
 # Names of modules that training wraps around others, and outer ones that some projects save too.
@@ -73,6 +72,7 @@ class RenamedFile(TensorFile):
         self.stored = {name: file.stored[old] for name, old in names.items()}
 
     def mapped(self, name: str) -> torch.Tensor:
+        """The tensor [...] by its new name."""
         return self.inner.mapped(self.names[name])
 
     def name_in_file(self, name: str) -> str:
@@ -196,8 +196,7 @@ def checkpoints_at(path: Path) -> Iterator[Checkpoint]:
     at all.
     """
     path = local_copy(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist: is it a trained head?")
+    refuse_missing_head(str(path))
     folder = path if path.is_dir() else path.parent
     has_config = (folder / CONFIG_FILE).exists() or (folder / CONFIG_FILE).is_symlink()
     config = read_json(folder / CONFIG_FILE) if has_config else {}
@@ -253,9 +252,3 @@ def local_copy(path: Path) -> Path:
             f"{path} does not exist here, and the hub cannot be reached: {reason}"
         ) from error
     return folder
-
-
-def may_be_hub_id(path: Path) -> bool:
-    """Whether a path has the form OWNER/NAME, and does not begin with a folder that is here."""
-    owner, *rest = path.parts or ("",)
-    return len(rest) == 1 and owner[0] not in "/.~" and not Path(owner).exists()

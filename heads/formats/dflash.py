@@ -27,8 +27,8 @@ from drafthead.heads.formats.base import (
     register_format,
 )
 from drafthead.heads.formats.block_parallel import (
+    NAMES,
     NESTED,
-    PREFIX,
     IdKeys,
     Seen,
     block_keys,
@@ -39,7 +39,7 @@ from drafthead.heads.formats.block_parallel import (
     their_tensors,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint
-from drafthead.heads.formats.keys import Keys, TargetLayers, our_taps
+from drafthead.heads.formats.keys import Keys, Renaming, TargetLayers, our_taps
 from drafthead.heads.formats.layers import (
     SLIDING,
     layer_keys,
@@ -105,6 +105,7 @@ class BlockFiles(WritableFormat):
     options: ClassVar[Mapping[str, tuple[Any, ...]]]  # values that the reader knows
     root_predicts = False  # whether the root's slot drafts, where a file does not say
     lowest_id = 0
+    renaming = NAMES
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         names = set(checkpoint.tensors)
@@ -127,7 +128,8 @@ class BlockFiles(WritableFormat):
             ids = self.missing_ids(num_layers, num_layers_of(checkpoint.tensors))
         root_predicts = self.root_predicts or keys.projector_type == "dspark"
         taps = our_taps(ids, num_layers)
-        found = read_block(checkpoint, keys, taps, root_predicts, vocab_size=target.vocab_size)
+        known = target.vocab_size, self.renaming
+        found = read_block(checkpoint, keys, taps, root_predicts, (), *known)
         shown = f"{', '.join(map(str, ids))} (hidden_states[id + 1]: output of layer, the last one "
         return replace(
             found,
@@ -155,7 +157,7 @@ class BlockFiles(WritableFormat):
             **self.own_keys(config, named),
             "base_model_name_or_path": export.facts.name,
         }
-        return Written(with_output_bias(their_tensors(export.tensors)), described)
+        return Written(with_output_bias(their_tensors(export.tensors, self.renaming)), described)
 
     def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
         """The format's keys of the configuration; `named` are the mask token and the layer ids."""
@@ -210,7 +212,10 @@ class DFlash(BlockFiles):
 
 
 # The names in transformers of the modules between the target's features and the layers.
-ENCODER = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+ENCODER = {
+    "encoder.fc.": "transformer.fc.",
+    "encoder.output_norm_enc.": "transformer.hidden_norm.",
+}
 
 
 @register_format
@@ -224,21 +229,9 @@ class DFlashTransformers(BlockFiles):
 
     name = "dflash-transformers"
     readers = "transformers"
-    parts = frozenset(f"{theirs}weight" for theirs in ENCODER.values())
+    parts = frozenset(f"{theirs}weight" for theirs in ENCODER)
+    renaming = Renaming({**ENCODER, **NAMES.table})
     options: ClassVar = {**PLAIN, **BIDIRECTIONAL, "attention_bias": (False,)}
-
-    def read(self, checkpoint: Checkpoint, target: TargetFacts) -> Foreign:
-        found = super().read(checkpoint, target)
-        tensors = dict(found.tensors)
-        for ours, theirs in ENCODER.items():
-            tensors[f"{PREFIX}{ours}weight"] = tensors.pop(f"{PREFIX}{theirs}weight")
-        return replace(found, tensors=tensors)
-
-    def written(self, export: Export) -> Written:
-        found = super().written(export)
-        for ours, theirs in ENCODER.items():
-            found.tensors[theirs + "weight"] = found.tensors.pop(ours + "weight")
-        return found
 
     def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -249,9 +242,9 @@ class DFlashTransformers(BlockFiles):
         }
 
     def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
-        for ours, theirs in ENCODER.items():
-            tensors[ours + "weight"] = tensors.pop(theirs + "weight")
-        return super().replayed(config, tensors, probe)
+        """The reader's logits [K, V], computed under the names of z-lab's files."""
+        usual = {NAMES.theirs(self.renaming.ours(name)): t for name, t in tensors.items()}
+        return super().replayed(config, usual, probe)
 
 
 @register_format

@@ -14,7 +14,7 @@ from drafthead.core.target.context import Context
 from drafthead.core.target.features import Features
 from drafthead.core.target.logit_finish import Finish
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import known
+from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.base import DraftHead
 from drafthead.heads.families.head_drafter import drafter_for
@@ -55,12 +55,15 @@ class StandIn(Target):
         return self.embedding.dtype
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., D] of tokens [...]."""
         return self.embedding[token_ids]
 
     def output_weight(self) -> torch.Tensor:
+        """The output head [V, D]."""
         return self.output
 
     def project(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., V] of hidden [..., D], or those of some tokens."""
         return hidden @ (self.output if tokens is None else self.output[tokens]).T
 
 

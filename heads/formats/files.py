@@ -152,7 +152,7 @@ class TensorFile:
             raise UserError(f"{self.path} holds {count:,} tensors, more than {MOST_TENSORS:,}")
 
     def described(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
-        """What is known of a tensor; raises UserError for more dimensions than weights have."""
+        """The facts of a tensor; raises UserError for more dimensions than weights have."""
         if len(shape) > MOST_DIMENSIONS:
             raise UserError(f"{self.path}: {shown(name)} has {len(shape)} dimensions")
         return Stored(shape, dtype)
@@ -199,6 +199,7 @@ class SafetensorsFile(TensorFile):
         return self.described(name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
 
     def mapped(self, name: str) -> torch.Tensor:
+        """The tensor [...] of a name, read when it is used."""
         return self.opened.get_tensor(name)
 
 
@@ -265,6 +266,7 @@ class PickledFile(TensorFile):
         return self.described(name, tuple(tensor.shape), tensor.dtype)
 
     def mapped(self, name: str) -> torch.Tensor:
+        """The tensor [...] of a name."""
         return self.content[name].detach()
 
 
@@ -296,6 +298,7 @@ class ShardedFile(TensorFile):
         self.stored = {name: self.shards[file].stored[name] for name, file in places.items()}
 
     def mapped(self, name: str) -> torch.Tensor:
+        """The tensor [...] of a name, from its shard."""
         return self.shards[self.places[name]].mapped(name)
 
 
@@ -318,7 +321,7 @@ def reason_of(error: Exception) -> str:
 
 
 def behind_hub_link(path: Path) -> Path:
-    """Where a link in a snapshot of the hub's cache leads; `path` itself if it is anything else.
+    """The end of a link in a snapshot of the hub's cache; `path` itself if it is anything else.
 
     The cache shows a file as a link: ``models--OWNER--NAME/snapshots/COMMIT/config.json`` leads to
     ``models--OWNER--NAME/blobs/HASH``. No other link in a checkpoint is followed.

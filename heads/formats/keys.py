@@ -20,7 +20,8 @@ drafthead.core.errors.UserError: config.json: hidden_size is '64', but must be a
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
@@ -212,6 +213,32 @@ def complaint(error: ValidationError | RecursionError, within: str) -> str:
             return reason
     wanted = reason.removeprefix("Input should be ").removeprefix("Input should ")
     return f"{key} is {shown(first['input'])}, but must be {wanted}"
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """Beginnings of the names of tensors in a file, and ours: one table, read both ways.
+
+    Of several that fit the first counts; an empty one fits all.
+    """
+
+    table: Mapping[str, str]  # ours by theirs
+
+    def ours(self, name: str) -> str:
+        """Our name of a tensor; one that nothing fits stays."""
+        return renamed(name, self.table.items())
+
+    def theirs(self, name: str) -> str:
+        """Their name of one of our tensors."""
+        return renamed(name, ((ours, theirs) for theirs, ours in self.table.items()))
+
+
+def renamed(name: str, beginnings: Iterable[tuple[str, str]]) -> str:
+    """The name with the first beginning that it has in place of the other one of the pair."""
+    for old, new in beginnings:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def our_taps(ids: list[int], num_target_layers: int) -> tuple[int, ...]:

@@ -127,7 +127,7 @@ def layer_options(
 
 
 def kinds_of_layers(keys: LayerKeys, num_layers: int) -> set[str]:
-    """What there is of layers that see all and layers that slide, by the keys of transformers."""
+    """The kinds of layers, those that see all and those that slide, by transformers' keys."""
     if keys.layer_types:
         return set(keys.layer_types)
     from_here = num_layers

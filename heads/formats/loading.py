@@ -117,16 +117,17 @@ def load_head(path: Path, target: Target) -> DraftHead:
     """
     target.refuse_encoder("a draft head")
     _, foreign = read_foreign(path, TargetFacts.of(target))
+    head = build_head(foreign, path, target).to(target.device, target.dtype)
     learnt = foreign.provenance.get("target_weights")
     if learnt and target.precision not in LOSSY and learnt != weights_fingerprint(target):
         logger.warning(
             "%s was trained for %s, and this target has other weights: acceptance may be low; "
-            "`drafthead build --init-from %s` adapts it",
+            "`drafthead build --target MODEL --init-from %s --output DIR --minutes 30` adapts it",
             path,
             foreign.target.name or "another target",
             path,
         )
-    return build_head(foreign, path, target).to(target.device, target.dtype)
+    return head
 
 
 def check_target(path: Path, made_for: TargetFacts, target: Target) -> None:

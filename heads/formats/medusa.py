@@ -99,7 +99,7 @@ class VllmKeys(MedusaKeys):
     original_lm_head: bool = False
 
 
-class ModelKeys(Keys):
+class MergedModelKeys(Keys):
     """Of a whole model."""
 
     neutral: ClassVar[Reasons] = {
@@ -247,7 +247,7 @@ class MergedMedusa(Format):
         """The heads; the other weights are the target's, which is loaded separately."""
         foreign = read_heads(checkpoint, IN_MODEL)
         names = {"embedding": "embed_tokens.weight", "output": "lm_head.weight"}
-        layers = checkpoint.keys(ModelKeys).num_hidden_layers
+        layers = checkpoint.keys(MergedModelKeys).num_hidden_layers
         return replace(
             foreign,
             target=replace(foreign.target, name=str(checkpoint.path), num_layers=layers),

@@ -44,11 +44,6 @@ def stored_name(part: str, step: int, kind: str) -> str:
     return f"{PREFIX}{PARTS[part]}.{step}.{kind}"
 
 
-def kinds_of(part: str) -> tuple[str, ...]:
-    """The kinds of tensors that a module has."""
-    return ("weight", "bias") if part == "norms" else ("weight",)
-
-
 class MlpKeys(Keys):
     """The keys of fms-extras and vLLM."""
 
@@ -90,17 +85,12 @@ class MlpSpeculatorFormat(WritableFormat):
             hidden_size=hidden,
             vocab_size=vocab,
         )
-        tensors, used = {}, set()
-        for part in PARTS:
-            own = own_steps(config, part)
-            for kind in kinds_of(part):
-                for step in range(own):
-                    tensors[f"{part}.{step}.{kind}"] = checkpoint.load(
-                        stored_name(part, step, kind)
-                    )
-                used |= {stored_name(part, step, kind) for step in range(config.num_heads)}
-                refuse_different(checkpoint, part, kind, own, config.num_heads)
-        refuse_others(checkpoint, used)
+        table, tensors = renamed(config), dict[str, torch.Tensor]()
+        for theirs, ours in table.items():
+            if ours not in tensors:
+                tensors[ours] = checkpoint.load(theirs)
+        refuse_different(checkpoint, table)
+        refuse_others(checkpoint, table)
         keys.check(emb_dim=hidden, vocab_size=vocab)
         if keys.inner_dim:  # 0 is the hidden size
             keys.check(inner_dim=inner)
@@ -109,13 +99,7 @@ class MlpSpeculatorFormat(WritableFormat):
     def written(self, export: Export) -> Written:
         """Every step's tensors, tied ones as often as there are steps."""
         config, tensors = export.config, export.tensors
-        stored = {
-            stored_name(part, step, kind): tensors[f"{part}.{min(step, own - 1)}.{kind}"]
-            for part in PARTS
-            for kind in kinds_of(part)
-            for own in [own_steps(config, part)]
-            for step in range(config.num_heads)
-        }
+        stored = {theirs: tensors[ours] for theirs, ours in renamed(config).items()}
         described = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -176,15 +160,26 @@ def own_steps(config: MlpSpeculatorConfig, part: str) -> int:
     return min(config.num_heads, 2) if part == "projections" else 1
 
 
-def refuse_different(
-    checkpoint: Checkpoint, part: str, kind: str, own: int, num_steps: int
-) -> None:
+def renamed(config: MlpSpeculatorConfig) -> dict[str, str]:
+    """Our names of the file's tensors by theirs, where tied steps stand once for each step."""
+    return {
+        stored_name(part, step, kind): f"{part}.{min(step, own_steps(config, part) - 1)}.{kind}"
+        for part in PARTS
+        for kind in (("weight", "bias") if part == "norms" else ("weight",))
+        for step in range(config.num_heads)
+    }
+
+
+def refuse_different(checkpoint: Checkpoint, table: dict[str, str]) -> None:
     """Raise UserError when tied steps differ, or when only some of them are there."""
-    names = [stored_name(part, step, kind) for step in range(own, num_steps)]
-    stored = [name for name in names if name in checkpoint.tensors]
-    if len(stored) not in (0, len(names)):
-        raise UserError(f"{checkpoint.weights} holds {len(stored)} of {len(names)} tied {part}")
-    last = stored_name(part, own - 1, kind)
-    for name in stored:
-        if not checkpoint.same(name, last):
-            raise UserError(f"{checkpoint.weights}: tie_weights is true, but {name} differs")
+    steps: dict[str, list[str]] = {}
+    for theirs, ours in table.items():
+        steps.setdefault(ours, []).append(theirs)
+    for ours, (first, *names) in steps.items():
+        stored = [name for name in names if name in checkpoint.tensors]
+        if len(stored) not in (0, len(names)):
+            part = ours.partition(".")[0]
+            raise UserError(f"{checkpoint.weights} holds {len(stored)} of {len(names)} tied {part}")
+        for name in stored:
+            if not checkpoint.same(name, first):
+                raise UserError(f"{checkpoint.weights}: tie_weights is true, but {name} differs")

@@ -27,7 +27,7 @@ from drafthead.heads.formats.base import (
     register_format,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint, checkpoints_at
-from drafthead.heads.formats.keys import ModelKeys, Parts
+from drafthead.heads.formats.keys import ModelKeys, Parts, Renaming
 from drafthead.heads.layers.own_layer import config_named, mtp_layer_of
 
 OURS = "layers.0.layer."  # before the names of the decoder layer's own tensors
@@ -38,7 +38,7 @@ EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(KINDS)})_proj\.wei
 QUANTISED = re.compile(r".*[._](scales?|scale_inv|qweight|qzeros|absmax)")
 
 
-class Layout(NamedTuple):
+class MtpLayout(NamedTuple):
     """A layout: how models name the tensors of their first MTP layer."""
 
     place: str  # what comes before all names of the layer, as a regular expression
@@ -46,31 +46,29 @@ class Layout(NamedTuple):
     states_first: bool = False  # whether `fc` reads the state before the embedding
 
     def place_in(self, names: Iterable[str]) -> str | None:
-        """What comes before the names of the first MTP layer among usual names; None without."""
+        """The prefix of the first MTP layer's names among usual names; None without one."""
         found = re.compile(rf"({self.place}){next(iter(self.names))}weight")
         places = [match[1] for name in names if (match := found.fullmatch(name))]
         return min(places, key=lambda place: (len(place), place), default=None)
 
     def ours(self, rest: str) -> str:
         """Our name of a tensor that is called so after the place; unknown ones stay."""
-        known = (theirs for theirs in self.names if rest.startswith(theirs) and rest not in COPIES)
-        theirs = next(known, None)
-        return rest if theirs is None else self.names[theirs] + rest.removeprefix(theirs)
+        return rest if rest in COPIES else Renaming(self.names).ours(rest)
 
 
 LAYOUTS = (
-    Layout(  # DeepSeek, GLM and others
+    MtpLayout(  # DeepSeek, GLM and others
         r"layers\.\d{1,4}\.",
         {"eh_proj.": "fc.", "enorm.": "enorm.", "hnorm.": "hnorm.", "shared_head.norm.": "norm."}
         | {"": OURS},
     ),
-    Layout(  # MiMo
+    MtpLayout(  # MiMo
         r"mtp_layers\.0\.",
         {"input_proj.": "fc.", "token_layernorm.": "enorm.", "hidden_layernorm.": "hnorm."}
         | {"final_layernorm.": "norm.", "": OURS},
         states_first=True,
     ),
-    Layout(  # Qwen and others
+    MtpLayout(  # Qwen and others
         r"mtp\.",
         {"fc.": "fc.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm."}
         | {"norm.": "norm.", "layers.0.": OURS},
@@ -93,13 +91,13 @@ class NamedLayer:
         self.names = {self.layout.ours(rest): place + rest for rest in own}  # usual ones by ours
 
     def read(self, load: Callable[[str], torch.Tensor]) -> tuple[Tensors, Tensors]:
-        """The tensors of our head, and copies of the target's; `load` gives those of a name."""
+        """The tensors [...] of our head, and copies of the target's; `load` takes a name."""
         tensors = {ours: load(name) for ours, name in self.names.items()}
         copies = {what: tensors.pop(name) for name, what in COPIES.items() if name in tensors}
         return self.in_order(joined(tensors)), copies
 
     def written(self, tensors: Tensors) -> Tensors:
-        """The tensors of our head by the names of the model; undoes `read`.
+        """The tensors [...] of our head by the names of the model; undoes `read`.
 
         Raises UserError for a tensor that the model's layer does not have.
         """
@@ -111,7 +109,7 @@ class NamedLayer:
         return {self.names[ours]: tensor for ours, tensor in tensors.items()}
 
     def in_order(self, tensors: Tensors) -> Tensors:
-        """The tensors with the halves of `fc` exchanged where the model exchanges its inputs."""
+        """The tensors [...] with the halves of `fc` exchanged if the model exchanges its inputs."""
         weight = tensors["fc.weight"]
         half = len(weight) if self.layout.states_first else 0
         return {**tensors, "fc.weight": weight.roll(half, 1)}

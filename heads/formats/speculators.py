@@ -53,7 +53,7 @@ TIED = "an output head that is the embedding of its own file is not read here"
 WRITTEN_LIKE = "0.9.0"  # the version of speculators whose files we write
 
 
-class Proposal(Keys):
+class ProposalKeys(Keys):
     """One way to draft."""
 
     neutral: ClassVar[Reasons] = {
@@ -62,7 +62,7 @@ class Proposal(Keys):
     speculative_tokens: Parts | None = None
 
 
-class Verifier(Keys):
+class VerifierKeys(Keys):
     """The target."""
 
     neutral: ClassVar[Reasons] = {"shown by the target": "architectures"}
@@ -76,8 +76,8 @@ class SpeculatorsConfig(Keys):
         "repeats speculators_model_type": "algorithm",
         "of one": "default_proposal_method",
     }
-    proposal_methods: Annotated[list[Proposal], Field(fail_fast=True)] = Field(default=[])
-    verifier: Verifier = Verifier()
+    proposal_methods: Annotated[list[ProposalKeys], Field(fail_fast=True)] = Field(default=[])
+    verifier: VerifierKeys = VerifierKeys()
 
 
 class SpeculatorsKeys(Keys):
@@ -212,6 +212,7 @@ class Speculators(WritableFormat):
         }
 
     def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
+        """The reader's logits [K, V], by the kind of head that the configuration names."""
         layers = config[LAYERS]
         if config[KIND] in EAGLES:
             return eagle3.replayed(layers, config, tensors, probe)

@@ -1,21 +1,61 @@
-"""Static trees filled depth by depth, each node's children guessed after its real path."""
+"""Drafting level by level: what a drafter is asked, and static trees filled with its guesses.
+
+A level-wise drafter has two verbs: its session reads what was committed, and `Expand` guesses the
+children of nodes of one depth. Draft heads, MTP layers, draft models and a target's own layers are
+adapters of it; `filled_tree` and `dynamic.dynamic_tree` draw trees with any of them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.sampling import (
-    DRAFT_SUPPORT,
     RowRandom,
     Sampling,
     draft_distribution,
     draw_without_replacement,
-    largest,
 )
 from drafthead.core.trees.tree import TokenTree, TreeShape
+
+
+class Nodes(NamedTuple):
+    """Nodes of one depth that are to get children."""
+
+    tokens: torch.Tensor  # [B, n]
+    states: torch.Tensor  # [B, n, S] of the drafter at their parents
+    # [B or 1, n, P + n] which drafted nodes, these the last, each of them is or descends from. The
+    # root is committed, so it is not among these.
+    visible: torch.Tensor
+    depth: int  # 0 for the root
+
+
+class Guess(NamedTuple):
+    """A drafter's guesses of the children of n nodes, and its states at the nodes."""
+
+    states: torch.Tensor  # [B, n, S]
+    logits: torch.Tensor  # [B, n, k] of the best guesses, the best first
+    ids: torch.Tensor  # [B, n, k] their tokens
+    total: torch.Tensor  # [B, n, 1] log of the sum of exp over all logits
+
+    def best(
+        self, count: int, depth: int, draws: NextDraws | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and tokens [B, n, count] of the best guesses at nodes of a depth."""
+        if draws is None:
+            return self.logits[..., :count] - self.total, self.ids[..., :count]
+        log_probs, places = draws.best(depth, self.logits, self.ids, count)
+        return log_probs, self.ids.gather(-1, places)
+
+    def at_all(self, count: int) -> "Guess":
+        """The guess of one node, n = 1, as the guess at each of `count` nodes."""
+        return Guess(*(part.expand(-1, count, -1) for part in self))
+
+
+Expand = Callable[[Nodes], Guess]
 
 
 @dataclass(frozen=True)
@@ -32,6 +72,7 @@ class Level:
     above: torch.Tensor  # [n] places of their parents among the inner nodes one depth up
     parents: torch.Tensor  # [m] for each node one depth down, its parent's place in `nodes`
     ranks: torch.Tensor  # [m] for each of them, which child of its parent it is
+    visible: torch.Tensor  # [1, n, P + n] as in `Nodes`
     width: int  # the most children of a node
 
 
@@ -39,15 +80,19 @@ def levels_of(shape: TreeShape, device: torch.device) -> list[Level]:
     """The levels of depth 0 to shape.depth - 1."""
     parents, ranks = shape.parents.tolist(), shape.ranks.tolist()
     by_depth = [(shape.depths == d).nonzero()[:, 0].tolist() for d in range(shape.depth + 1)]
-    levels, inner_above = [], [-1]  # the root's parent
+    levels: list[Level] = []
+    inner_above = [-1]  # the root's parent
+    drafted: list[int] = []  # inner nodes below the root, so far
     for here, below in pairwise(by_depth):
         inner = sorted({parents[node] for node in below})
+        drafted += inner if levels else []
         level = Level(
             nodes=torch.tensor(inner, device=device),
             own=torch.tensor([here.index(node) for node in inner], device=device),
             above=torch.tensor([inner_above.index(parents[n]) for n in inner], device=device),
             parents=torch.tensor([inner.index(parents[node]) for node in below], device=device),
             ranks=torch.tensor([ranks[node] for node in below], device=device),
+            visible=shape.ancestors[inner][:, drafted][None].to(device),
             width=1 + max(ranks[node] for node in below),
         )
         levels.append(level)
@@ -55,44 +100,30 @@ def levels_of(shape: TreeShape, device: torch.device) -> list[Level]:
     return levels
 
 
-Guesses = tuple[torch.Tensor, torch.Tensor]  # logits and ids [B, n, k] of n nodes, best first
 Support = tuple[torch.Tensor, torch.Tensor]  # ids and probabilities [B, n, k] of n nodes' children
-
-
-def best_guesses(
-    logits: torch.Tensor,
-    tokens_of: Callable[[torch.Tensor], torch.Tensor],
-    count: int = DRAFT_SUPPORT,
-    largest: Callable[..., tuple[torch.Tensor, ...]] = largest,
-) -> Guesses:
-    """The most probable tokens after nodes with logits [B, n, Vd], and their logits in float32.
-
-    `tokens_of` says which tokens places among the logits stand for; `largest` finds them, as
-    `sampling.largest` does.
-    """
-    best, places, _ = largest(logits, count)
-    return best, tokens_of(places)
 
 
 def filled_tree(
     shape: TreeShape,
     levels: list[Level],
     roots: torch.Tensor,  # [B]
-    guess: Callable[[int, Level, torch.Tensor], Guesses],
+    states: torch.Tensor,  # [B, 1, S] before the roots
+    expand: Expand,
     sampling: Sampling,
     random: Choice,
     scores: torch.Tensor | None = None,  # [N] of the shape's nodes, see `TokenTree`
 ) -> TokenTree:
     """A tree of a given shape: the best guesses, or as `random` chooses, see `propose`.
 
-    `guess(depth, level, tokens)` is called level by level with the tokens [B, n] of the level's
-    inner nodes. Drawn children are drawn without replacement. Exact verification needs that the
-    shape is fixed before the first draw, and that no drawn child is left out.
+    `expand` is asked level by level for the children of inner nodes. Drawn children are drawn
+    without replacement. Exact verification needs that the shape is fixed before the first draw, and
+    that no drawn child is left out.
     """
     tokens, supports = [roots[:, None]], []
     for depth, level in enumerate(levels):
         # Only inner nodes are asked: leaves have nobody to guess for.
-        logits, ids = guess(depth, level, tokens[-1][:, level.own])
+        nodes = tokens[-1][:, level.own], states[:, level.above], level.visible
+        states, logits, ids, _ = expand(Nodes(*nodes, depth))
         if isinstance(random, NextDraws):
             ids = ids.gather(-1, random.best(depth, logits, ids, level.width)[1])
         elif random is not None:
@@ -104,8 +135,8 @@ def filled_tree(
     filled = torch.cat(tokens, dim=1)
     if not isinstance(random, RowRandom):
         return TokenTree.from_shape(shape, filled, scores=scores)
-    nodes = torch.cat([level.nodes for level in levels])
-    return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, nodes, shape.num_nodes))
+    inner = torch.cat([level.nodes for level in levels])
+    return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, inner, shape.num_nodes))
 
 
 def for_all_nodes(supports: list[Support], nodes: torch.Tensor, num_nodes: int) -> Support:

@@ -118,7 +118,7 @@ class StaticTrees:
         return [0.0, *(math.log((count + 0.5) / (everywhere + 1)) for count in found)]
 
     def chances(self, budget: Budget) -> tuple[float, ...] | None:
-        """How often the tree for a budget was accepted to depth 1, 2, ...; None if never measured.
+        """The shares in which a budget's tree was accepted to depth 1, 2, ...; None: not measured.
 
         A true continuation follows one path at most, so the shares of a depth's paths add up. Of a
         tree that was not measured they are those of its scores.

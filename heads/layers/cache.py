@@ -93,6 +93,7 @@ class DraftCache(ColumnCache):
         self.commit(path, lengths, max(self.host_lengths))
 
     def keep_rows(self, rows: torch.Tensor, longest: int | None = None) -> None:
+        """Keep the rows [R] only, in that order."""
         self.settle()
         self.host_lengths = [self.host_lengths[row] for row in to_host(rows)]
         super().keep_rows(rows, longest or max(self.host_lengths))

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafthead.core.kv_cache.column_cache import Growing
+from drafthead.core.kv_cache.column_cache import GrowingKeys
 from drafthead.core.target.target import Target
 
 # Ways to scale rotary positions that do not depend on how a target divides its head dimension.
@@ -116,12 +116,6 @@ class Rotary:
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
-def frequencies_in(model: nn.Module) -> list[torch.Tensor]:
-    """The frequencies [head_dim / 2] of each rotary embedding in a model, which are no weights."""
-    values = (value for part in model.modules() for value in vars(part).values())
-    return [value.frequencies for value in values if isinstance(value, Rotary)]
-
-
 def rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """States [B, H, T, head_dim] rotated by their positions."""
     cos, sin = (table.to(states.dtype) for table in rotation)
@@ -201,15 +195,15 @@ class SelfAttention(nn.Module):
     def attend(
         self,
         queries: torch.Tensor,  # [B, H, T, head_dim]
-        keys: torch.Tensor | Growing,  # [B, Hkv, S, head_dim]
-        values: torch.Tensor | Growing,  # as keys
+        keys: torch.Tensor | GrowingKeys,  # [B, Hkv, S, head_dim]
+        values: torch.Tensor | GrowingKeys,  # as keys
         mask: torch.Tensor | None,  # [B or 1, 1, T, S] bool
     ) -> torch.Tensor:
         """Attention of the queries to the keys and values, projected: [B, T, D].
 
         In recorded passes the mask is what the kernel takes in its place, and the keys are growing.
         """
-        if isinstance(keys, Growing) and isinstance(values, Growing):
+        if isinstance(keys, GrowingKeys) and isinstance(values, GrowingKeys):
             states = queries, keys.cache, values.cache, keys.new, values.new, mask
             how = self.head_dim**-0.5, keys.pending, None, None
             return self.o_proj(torch.ops.drafthead.tree_attention(*states, *how))
@@ -270,7 +264,7 @@ class DecoderLayer(nn.Module):
         return self.added(*self.inputs(hidden), rotation, mask, store)
 
     def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer adds to, [B, T, D], and what its attention reads, [B, T, K]."""
+        """The states that the layer adds to, [B, T, D], and its attention's input, [B, T, K]."""
         return hidden, self.input_layernorm(hidden)
 
     def added(

@@ -9,7 +9,7 @@ from drafthead.core.kv_cache.column_cache import additive
 
 
 def seen_in_segments(segments: torch.Tensor) -> torch.Tensor:
-    """Which positions each position sees, bool [B, T, T]: those up to itself in its segment [B, T].
+    """The positions that each sees, bool [B, T, T]: those up to itself in its segment [B, T].
 
     Padding counts as one more segment, so that no row of a mask is empty.
     """

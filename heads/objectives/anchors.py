@@ -11,10 +11,9 @@ from drafthead.heads.objectives.batch import HeadBatch
 
 
 def is_anchor(batch: HeadBatch) -> torch.Tensor:
-    """Which positions [B, T - 1] are anchors: the next token is a root, in the same segment."""
+    """Tell which positions [B, T - 1] are anchors: a root of the same segment comes next."""
     same = batch.segments[:, 1:] == batch.segments[:, :-1]
-    roots = batch.supervised if batch.roots is None else batch.supervised & batch.roots
-    return roots[:, 1:] & same
+    return batch.supervised[:, 1:] & same
 
 
 def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +32,7 @@ def tokens_at(
 def labels_at(
     batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which anchors [A] have a supervised token `offset` places after them, and the tokens [A].
+    """Tell which anchors [A] have a supervised token `offset` places on, and the tokens [A].
 
     A token of another segment does not count; where there is none, the token is any token.
     """

@@ -1,4 +1,4 @@
-"""What heads are trained and measured on: a batch of sequences, and its loss."""
+"""The input of a head's training and measurement: a batch of sequences, and its loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,6 @@ class HeadBatch:
     segments: torch.Tensor  # [B, T]
     supervised: torch.Tensor  # [B, T] bool: this token is a training target
     features: Features  # [B, T, D] of the target at these positions
-    # [B, T] bool: the supervised tokens after which the head drafts; None for all of them.
-    roots: torch.Tensor | None = None
     seeds: Sequence[int] | None = None  # [B] of what is drawn for each row; None: torch's own
 
     def uniform(self) -> torch.Tensor:

@@ -27,8 +27,8 @@ Summed = Callable[..., tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor
 def in_chunks(row_logits: int, parameters: Iterable[torch.Tensor]) -> Callable[[Parts], Summed]:
     """Decorates a loss so that it is computed for a few rows at a time, with its gradients.
 
-    A row has at most `row_logits` logits at once. `parameters` are all that the loss may read; its
-    sum has gradients for them and for the rows.
+    A row has at most `row_logits` logits at once. The loss may read no other `parameters` [...];
+    its sum has gradients for them and for the rows.
     """
     size = max(1, MAX_LOGITS // row_logits)
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -1,7 +1,7 @@
-"""What passes around the decoding loop: a limit of time, tokens for a streamer, the result."""
+"""The surroundings of the decoding loop: a limit of time, tokens for a streamer, the result."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -16,22 +16,22 @@ from drafthead.infer.request.request import Request
 from drafthead.infer.request.text_pieces import texts_of
 
 
-def in_time(emissions: Iterator[Emitted], run: BatchRun) -> Iterator[Emitted]:
-    """What a run emits, until the request's time is over; then its answers end as they are.
+def in_time(emissions: Iterable[Emitted], run: BatchRun) -> Iterator[Emitted]:
+    """The tokens of a run, until the request's time is over; then its answers end as they are.
 
     The clock starts with the first pass, which gives every answer at least one token.
     """
     started, limit = time.monotonic(), run.request.max_time
     for emitted in emissions:
         if limit is not None and time.monotonic() - started >= limit:
-            run.batch.end("time")
+            run.end("time")
         yield emitted
 
 
 def streamed(
     emissions: Iterator[Emitted], request: Request, streamer: BaseStreamer
 ) -> Iterator[Emitted]:
-    """What a run emits, after a streamer had the prompt and then each token, one by one.
+    """The tokens of a run, after a streamer had the prompt and then each token, one by one.
 
     Raises UserError for several answers, which do not advance together.
     """
@@ -41,7 +41,7 @@ def streamed(
 
 
 def put_tokens(emissions: Iterator[Emitted], streamer: BaseStreamer) -> Iterator[Emitted]:
-    """What the run of one answer emits, after a streamer had each token."""
+    """The tokens of one answer's run, after a streamer had each."""
     for emitted in emissions:
         for token in emitted[0]:
             streamer.put(torch.tensor([token]))
@@ -59,8 +59,8 @@ def refuse_batch(answers: int) -> None:
 
 
 def result_of(run: BatchRun, tokenizer: PreTrainedTokenizerBase | None) -> DecodeResult:
-    """What a run has decoded so far; another thread may be decoding it. Of beams: at its end."""
-    rows, record, prompts = run.batch.rows, run.record, run.request.prompts
+    """The result of a run so far; another thread may be decoding it. Of beams: at its end."""
+    rows, record, prompts = run.rows, run.record, run.request.prompts
     before = run.request.prefixes or prompts
     sequences = [list(row.tokens) for row in rows]
     found = DecodeResult(

@@ -1,4 +1,4 @@
-"""What decoding returns: token ids, texts, and what was noted of them."""
+"""Results of decoding: token ids, texts, and what was noted of them."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,7 +106,7 @@ class Stream(Iterator[Piece]):
         return self
 
     async def __anext__(self) -> Piece:
-        """As `__next__`; the event loop runs meanwhile."""
+        """The next piece; the event loop runs meanwhile."""
         # No future can hold a StopIteration.
         pieces = await asyncio.to_thread(lambda: [*islice(self, 1)])
         if not pieces:
@@ -131,7 +131,7 @@ TextStream: TypeAlias = Stream[str]  # the text of one answer
 
 
 def repeats(sequence: Sequence[int], n: int = 8) -> list[bool]:
-    """Which tokens complete an n-gram that occurred in the sequence before.
+    """Marks of the tokens that complete an n-gram that occurred in the sequence before.
 
     With n = 2, only the last token of ``1 2 1 2`` completes a repeated n-gram.
     """

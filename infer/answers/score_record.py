@@ -1,4 +1,4 @@
-"""What the target thought of the tokens that it was given: kept for requests that ask for it.
+"""The target's scores of the tokens that it was given, kept for requests that ask for them.
 
 The logits come from the passes that verified the tokens, so a record costs no pass. Requests
 without one pay nothing.

@@ -21,7 +21,7 @@ Tokens: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BeamRules:
-    """How one prompt is searched."""
+    """The options of a search over one prompt."""
 
     num_beams: int  # W
     length_penalty: float
@@ -66,7 +66,7 @@ class Beams:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class Extensions:
     """The best extensions of one prompt's beams, best first."""
 
     scores: torch.Tensor  # [K] float32 on the CPU, sums of log-probabilities
@@ -89,18 +89,18 @@ def best_extensions(
     return torch.stack([best.double(), places.double()], dim=1)
 
 
-def candidates_of(table: Sequence[Sequence[float]], vocab_size: int) -> Candidates:
+def candidates_of(table: Sequence[Sequence[float]], vocab_size: int) -> Extensions:
     """The candidates of a prompt, of a table [2, K] of `best_extensions` on the host.
 
     Place 7 in a vocabulary of 5 extends beam 1 by token 2.
     """
     places = [int(place) for place in table[1]]
     parents, tokens = zip(*(divmod(place, vocab_size) for place in places), strict=True)
-    return Candidates(torch.tensor(table[0], dtype=torch.float32), parents, tokens)
+    return Extensions(torch.tensor(table[0], dtype=torch.float32), parents, tokens)
 
 
 def next_round(
-    beams: Beams, candidates: Candidates, rules: BeamRules
+    beams: Beams, candidates: Extensions, rules: BeamRules
 ) -> tuple[Beams, Sequence[int]]:
     """The beams after one more round, and which beam each running one extends.
 

@@ -8,8 +8,9 @@ The rows of the cache are the beams, W for each prompt. After a pass a row goes 
 its beam descends from, along the path of its tokens there; a row may have several descendants.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -19,7 +20,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
 from drafthead.core.sampling import NO_TOKEN
 from drafthead.core.target.features import Features
-from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import TokenTree
 from drafthead.infer.beams.beam_round import (
     BeamRules,
@@ -28,14 +29,11 @@ from drafthead.infer.beams.beam_round import (
     candidates_of,
     next_round,
 )
-from drafthead.infer.drafters.with_lookup import learns_answers
-from drafthead.infer.engine.batch_run import Batch, BatchRun, BeamAnswer, Emitted, no_token_in
-from drafthead.infer.engine.loop import next_step
+from drafthead.infer.engine.batch_run import BatchRun, BeamAnswer, Emitted, no_token_in
 from drafthead.infer.engine.path_processing import PathProcessing, child_lists
-from drafthead.infer.engine.prefill import padded
+from drafthead.infer.engine.prefill import ReadState, padded
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.method import Method
-from drafthead.infer.past import Past
+from drafthead.infer.planning.planner import Planner
 from drafthead.infer.request.stopping import FinishReason
 
 Children = Sequence[Mapping[int, Mapping[int, int]]]  # of each row: node -> token -> child
@@ -43,39 +41,17 @@ Children = Sequence[Mapping[int, Mapping[int, int]]]  # of each row: node -> tok
 Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@torch.no_grad()
-def search(method: Method, run: BatchRun) -> Iterator[Emitted]:
-    """Search the prompts of a run, which has `beam_answers` at the end.
-
-    Yields nothing of them after each pass: no token is sure before the end. Raises UserError for a
-    drafter that learns from answers.
-    """
-    if learns_answers(method.drafter):
-        raise UserError(
-            "num_beams cannot be combined with drafts from answers: most beams are no answers"
-        )
-    features, rule = method.drafter.features, method.rule
-    stepper = BeamStepper(method.target, run, features, rule, method.most_nodes)
-    past = method.recall(run)
-    with run.stats.phase("prefill"):
-        session = stepper.begin(method.drafter, past)
-    yield {}
-    while run.batch.running:
-        yield next_step(stepper, session, method.planner)
-    run.beam_answers = answers_of(run, [each.beams for each in stepper.all_searches])
-
-
 @dataclass(frozen=True)
-class Place:
-    """Where a beam stands in a pass: at the end of a path of nodes of a row's tree."""
+class BeamPlace:
+    """The place of a beam in a pass: the end of a path of nodes of a row's tree."""
 
     row: int
     path: tuple[int, ...] = (0,)
 
-    def after(self, token: int, children: Children) -> "Place | None":
+    def after(self, token: int, children: Children) -> "BeamPlace | None":
         """The place one token further; None if that was not scored."""
         child = children[self.row].get(self.path[-1], {}).get(token)
-        return None if child is None else Place(self.row, (*self.path, child))
+        return None if child is None else BeamPlace(self.row, (*self.path, child))
 
 
 class Search:
@@ -84,12 +60,12 @@ class Search:
     def __init__(self, number: int, rules: BeamRules):
         self.number, self.rules = number, rules  # number of the prompt
         self.beams = Beams.first(rules.num_beams)
-        self.places: Sequence[Place] = ()  # of each beam; after the last round, of what it extends
+        self.places: Sequence[BeamPlace] = ()  # of beams; after the last round, of what they extend
         self.rounds = 0  # of this pass
 
     def begin(self, rows: Sequence[int]) -> None:
         """A pass has scored the trees of the rows, one for each beam."""
-        self.places, self.rounds = [Place(row) for row in rows], 0
+        self.places, self.rounds = [BeamPlace(row) for row in rows], 0
 
     def advance(self, table: Sequence[Sequence[float]], vocab: int, children: Children) -> bool:
         """Make a round by the best extensions [2, K]; returns whether the pass scored the next one.
@@ -128,21 +104,30 @@ def replay(searches: Sequence[Search], scores: Scores, children: Children) -> No
 
 
 class BeamStepper(Stepper):
-    """A target at work on the beams of a batch of prompts."""
+    """A target at work on the beams of a batch of prompts, whose run has `beam_answers` at the end.
+
+    Its passes emit nothing: no token is sure before the end.
+    """
 
     all_searches: Sequence[Search] = ()  # of each prompt
     searches: Sequence[Search] = ()  # those that are not over; each has W rows, in this order
 
-    def begin(self, drafter: Drafter, past: Past | None) -> DraftSession:
-        """Read the prompts and make the first round; returns the drafter's session of all beams."""
-        self.in_one_call = False  # rounds read the logits
+    def begin(self, drafter: Drafter, past: ReadState | None) -> tuple[DraftSession, Emitted]:
+        """Read the prompts and make the first round; returns the drafter's session of all beams.
+
+        Raises UserError for a drafter that learns from answers.
+        """
+        if "answers" in drafter.names:
+            raise UserError(
+                "num_beams cannot be combined with drafts from answers: most beams are no answers"
+            )
         if past is not None:
             self.cache = past.cache
         read = self.pass_over_prompts()
         session = drafter.start(read.ids, read.lengths) if past is None else past.session
         log_probs = log_softmax(self.target.next_logits(read.hidden))  # [B, V]
-        if self.processing is not None:
-            log_probs = self.processing.after_rows(log_probs)
+        if (processing := self.processing) is not None:
+            log_probs = processing.after_rows(log_probs)
         # BART's decoder begins with a start token, and a first token of each answer.
         forced = max(0, len(self.target.decoder_prompt) - 1)
         self.searches = self.all_searches = searches_of(self.run, forced)
@@ -151,7 +136,7 @@ class BeamStepper(Stepper):
         replay(self.searches, lambda rows, _: log_probs[rows], [{}] * len(self.searches))
         self.drop_ended()
         if not self.searches:
-            return session
+            return session, {}
         # The session gets its rows before it reads the prompt: drafters also read the token after
         # the prompt's last position, which differs from beam to beam.
         rows = self.ancestors()
@@ -162,11 +147,14 @@ class BeamStepper(Stepper):
         first_tokens = [answer[-1] for answer in self.answers()]
         self.roots = torch.tensor(first_tokens, device=self.target.device)
         session.commit(read.chosen(rows).committed(self.roots, first_tokens))
-        return session
+        return session, {}
 
-    def step_in_calls(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
-        stats = self.run.stats
-        tree, output = self.scored(proposal)
+    def step(self, session: DraftSession, planner: Planner) -> Emitted:
+        stats, proposal = self.run.stats, planner.draft(partial(self.propose, session))
+        tree = self.root_alone() if proposal is None else known(proposal)
+        stats.verified_nodes += tree.num_nodes
+        with stats.phase("verify"):
+            output = self.verify(tree)
         with stats.phase("accept"):
             first = 0
             for each in self.searches:
@@ -189,17 +177,11 @@ class BeamStepper(Stepper):
         request = self.run.request
         if not request.processors:
             return lambda rows, nodes: log_softmax(logits[rows, nodes])
-        prompts = [each.number for each in self.searches for _ in each.beams.running]
-        batch = Batch([request.limits[number] for number in prompts], request.end_ids)
-        for row, answer in zip(batch.rows, self.answers(), strict=True):
-            row.tokens = list(answer)
-        read = request.prefixes or request.prompts
-        processing = PathProcessing(
-            [request.processors[number] for number in prompts],
-            [read[number] for number in prompts],
-            batch,
-            greedy=False,
-        )
+        rows = []
+        for each in self.searches:
+            row = self.run.rows[each.number]
+            rows += [replace(row, tokens=list(answer)) for answer in each.beams.running]
+        processing = PathProcessing(rows, request.end_ids, greedy=False)
         # transformers' beam search processes log-probabilities, and not logits.
         processed = processing.after_nodes(tree, log_softmax(logits))
         return lambda rows, nodes: processed[rows, nodes]
@@ -209,13 +191,15 @@ class BeamStepper(Stepper):
         run = self.run
         run.last_lengths = [each.rounds for each in self.searches]
         for each in self.searches:
-            run.batch.rows[each.number].accept_lengths.append(each.rounds)
+            run.rows[each.number].accept_lengths.append(each.rounds)
             run.stats.decoded_tokens[each.number] += each.rounds
 
     def drop_ended(self) -> None:
         """Go on with the searches that are not over."""
         self.searches = [each for each in self.searches if not each.beams.over]
-        self.run.batch.running = [each.number for each in self.searches]
+        self.run.running = [each.number for each in self.searches]
+        if not self.searches:
+            self.run.beam_answers = answers_of(self.run, [each.beams for each in self.all_searches])
 
     def commit_beams(self, session: DraftSession, features: Features, num_nodes: int) -> None:
         """Go on with the row that each beam descends from, and the path of its tokens there.

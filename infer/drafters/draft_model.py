@@ -14,7 +14,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
 from drafthead.core.target.features import NO_FEATURES, Features
 from drafthead.core.target.target import Target
-from drafthead.heads.families.late_reader import Unread
+from drafthead.heads.families.late_reader import LateCommits
 from drafthead.infer.drafters.level_drafter import LevelDrafter, LevelSession
 from drafthead.infer.engine.prefill import prefill
 
@@ -29,7 +29,7 @@ def same_tokenizer(target: Target, draft: Target) -> bool:
 
 
 def begins(model: Target) -> str:
-    """How a model begins its answers, for messages."""
+    """The beginning of a model's answers, for messages."""
     if not model.has_encoder:
         return "without an encoder"
     return f"after an encoder with tokens {list(model.decoder_prompt)}"
@@ -104,7 +104,7 @@ class DraftModelSession(LevelSession):
     ):
         super().__init__(drafter)
         self.host_lengths: list[int] = []
-        self.unread: Unread | None = None  # until the commit of the prompt
+        self.unread: LateCommits | None = None  # until the commit of the prompt
         self.logits: torch.Tensor | None = None  # [B, V] after the roots
         self._begin(prompts, lengths)
 
@@ -119,7 +119,7 @@ class DraftModelSession(LevelSession):
         tokens, lengths = committed.tokens, committed.lengths
         new_tokens = committed.new_tokens
         if self.unread is None:  # the prompt pass: the prompt itself has been read already
-            self.unread = Unread()
+            self.unread = LateCommits()
             tokens, lengths = committed.ends.roots[:, None], torch.ones_like(lengths)
             new_tokens = [tokens[-1:] for tokens in new_tokens]
         nothing = Features(last=None)

@@ -1,7 +1,4 @@
-"""The tokens of a row, what its end matches, and how often what follows a match is right.
-
-Lookup reads it on the host, and its tables on a device follow it.
-"""
+"""The tokens of a row, what its end matches, and how often what follows a match is right."""
 
 import math
 from itertools import accumulate
@@ -35,8 +32,9 @@ class History:
     2024, arXiv 2411.04975). New ones are found by the last occurrence of n-grams.
     """
 
-    def __init__(self, first: int):
-        self.tokens = [first]
+    def __init__(self, first: int, salt: str = ""):
+        """`salt` is of the request, see `Committed`."""
+        self.tokens, self.salt = [first], salt
         self.followed_at: dict[tuple[int, ...], int] = {}  # n-gram -> the token after its last one
         self.match: Match | None = None
 
@@ -66,7 +64,7 @@ class History:
         return None
 
     def _common(self, place: int, length: int) -> int:
-        """How many tokens before a place are also the row's last ones; `length` are known to be."""
+        """The number of tokens before a place that are the row's last; `length` are known to be."""
         tokens, end = self.tokens, len(self.tokens)
         most = min(LONGEST, place)
         while length < most and tokens[place - length - 1] == tokens[end - length - 1]:
@@ -75,16 +73,25 @@ class History:
 
     def __copy__(self) -> "History":
         """A history that goes on by itself."""
-        twin = History(self.tokens[0])
+        twin = History(self.tokens[0], self.salt)
         twin.tokens, twin.followed_at = self.tokens.copy(), self.followed_at.copy()
         twin.match = self.match
         return twin
+
+    def ahead(self, tokens: list[int]) -> "History":
+        """The history as if it went on with these tokens; it is read, and never added to."""
+        if not tokens:
+            return self
+        later = History(self.tokens[0], self.salt)
+        later.tokens, later.followed_at = [*self.tokens, *tokens], self.followed_at
+        later.match = later._last_occurrence()
+        return later
 
     def first_tokens(self, count: int) -> "History":
         """The history as it was when it had `count` tokens."""
         if count >= len(self.tokens):
             return self
-        earlier = History(self.tokens[0])
+        earlier = History(self.tokens[0], self.salt)
         for token in self.tokens[1:count]:
             earlier.append(token)
         return earlier
@@ -109,7 +116,7 @@ class History:
 
 
 class MatchRecord:
-    """How often the token after a match was right, by the length of the match.
+    """The share of matches whose next token was right, by the length of the match.
 
     Learns from every token that is committed after a match, drafted or not."""
 

@@ -9,7 +9,8 @@ unsure for one more pass to pay, see `until_unsure`.
 
 from abc import abstractmethod
 from collections import defaultdict
-from typing import ClassVar, TypeAlias
+from functools import cache, partial
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -17,24 +18,18 @@ from torch.nn.functional import pad
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
 from drafthead.core.errors import UserError
-from drafthead.core.sampling import (
-    DRAFT_SUPPORT,
-    RowRandom,
-    Sampling,
-    draft_distribution,
-    draw_without_replacement,
-)
+from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, Sampling, largest
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
-from drafthead.heads.growing.dynamic import Children, dynamic_tree
+from drafthead.heads.growing.dynamic import dynamic_tree
+from drafthead.heads.growing.levels import Guess, Level, Nodes, filled_tree, levels_of
 from drafthead.heads.growing.static import chain_budgets
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 
 # Nodes of a tree for each level, and the most nodes of a level that get children.
 NODES_A_LEVEL = (3, 8)
 MOST_OPENED = 8
-Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # token ids and probabilities, [B, k] each
 
 
 class LevelDrafter(Drafter):
@@ -50,7 +45,6 @@ class LevelDrafter(Drafter):
             raise UserError(f"a draft model must draft at least 1 token, got {depth}")
         self.model = model
         self.depth = depth
-        self.shapes = [TreeShape.chain(d) for d in range(depth + 1)]
         self.budgets = (*grown_budgets(depth), *chain_budgets(depth))
         # Models of one family may pad their vocabularies to different sizes.
         self.vocab_size = min(model.vocab_size, target.vocab_size)
@@ -72,13 +66,12 @@ class LevelDrafter(Drafter):
     def __repr__(self) -> str:
         return f"{type(self.model).__name__} {self.model.config.to_json_string()}"
 
-    def compile(self, target: Target | None = None) -> None:
-        """Compile the model's passes; on a CPU they multiply in int8."""
-        if target is not None and not target.backend.compiles:
+    def compile(self, target: Target) -> None:
+        """Run the model's passes as the target's; on a CPU they multiply in int8."""
+        if target.backend.records:
+            self.model = self.model.recorded(target.backend.fuses)
+        else:
             self.model = self.model.packed(in_int8=True)
-            return
-        fuses = target is not None and target.backend.fuses
-        self.model = self.model.compiled(in_int8=True, fuses=fuses)
 
 
 class LevelSession(DraftSession):
@@ -89,7 +82,7 @@ class LevelSession(DraftSession):
 
     def __init__(self, drafter: LevelDrafter):
         self.drafter, self.model = drafter, drafter.model
-        # A compiled model also looks here whether its weights have changed.
+        # A recorded model also looks here whether its weights have changed.
         self.cache = drafter.model.new_cache()
         self.roots: torch.Tensor | None = None  # [B] the last committed tokens
         self.draft: OneDraft | None = None  # that may stop early, until its tokens are judged
@@ -100,13 +93,16 @@ class LevelSession(DraftSession):
         """The logits [B, V] after the last committed tokens, once what is new has been read."""
 
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
-        logits = self._after_roots()
+        first = self._guess(self._after_roots()[:, None])
         depth = min(budget.depth, self.drafter.depth)
+        assert self.roots is not None
         if isinstance(random, RowRandom):
-            tree = self._drawn(logits, depth, sampling, random)
+            given = *chain(depth, self.roots.device), self.roots, first.states
+            expand = partial(self._from, first)
+            tree = filled_tree(*given, expand, sampling, random)
         else:
             self._begin_draft(budget, sampling, random)
-            tree = self._grown(logits, Budget(max(budget.nodes, depth + 1), depth), random)
+            tree = self._grown(first, Budget(max(budget.nodes, depth + 1), depth), random)
         self.levels = tree.max_depth
         self.cache.discard()
         return tree
@@ -128,68 +124,30 @@ class LevelSession(DraftSession):
             self.draft.learn(self.levels, committed.counts)
             self.draft = None
 
-    def _drawn(
-        self, logits: torch.Tensor, depth: int, sampling: Sampling, random: RowRandom
-    ) -> TokenTree:
-        """A chain of tokens drawn from the draft's distributions, which the tree carries; the first
-        is that of logits [B, V].
+    def _grown(self, first: Guess, budget: Budget, draws: NextDraws | None) -> TokenTree:
+        """The most probable tree, its first level by a guess at the roots; with `draws`, of the
+        target's own draws. Of a node more than levels it is a chain.
         """
         assert self.roots is not None
-        drafter, tokens = self.drafter, [self.roots]
-        supports: list[Support] = []
-        for level in range(depth):
-            if level > 0:
-                logits = self._feed_one(self.drafter.own_ids(tokens[-1]), level)
-            known = drafter.proposable(logits)
-            top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
-            ids, probs = drafter.target_ids(top.indices), draft_distribution(top.values, sampling)
-            place = draw_without_replacement(probs, 1, random.uniform(probs.shape[-1]))
-            supports.append((ids, probs))
-            tokens.append(ids.gather(1, place).squeeze(1))
-        # The last node has no children, but the table has a row for it.
-        supports.append(supports[-1])
-        draft_ids, draft_probs = (torch.stack(parts, 1) for parts in zip(*supports, strict=True))
-        shape = drafter.shapes[depth]
-        return TokenTree.from_shape(shape, torch.stack(tokens, 1), draft_ids, draft_probs)
-
-    def _grown(self, first: torch.Tensor, budget: Budget, draws: NextDraws | None) -> TokenTree:
-        """The most probable tree, its first level by logits [B, V]; with `draws`, of the target's
-        own draws. Of a node more than levels it is a chain.
-        """
-        assert self.roots is not None
-
-        def expand(
-            tokens: torch.Tensor, above: torch.Tensor, visible: torch.Tensor, depth: int
-        ) -> Children:
-            logits = self._feed(self.drafter.own_ids(tokens), depth, visible)
-            return self._best(logits, width, depth, draws)
-
         is_chain = budget.nodes == budget.depth + 1
         width = 1 if is_chain else min(MOST_OPENED, budget.nodes - 1)  # children of a node
-        children = self._best(first[:, None], width, 0, draws)
+        width = min(width, first.ids.shape[-1])
         goes_on = None if self.draft is None else self.draft.goes_on
-        return dynamic_tree(self.roots, budget, children, expand, goes_on)
+        return dynamic_tree(self.roots, first, budget, width, self.expand, draws, goes_on)
 
-    def _best(
-        self,
-        logits: torch.Tensor,  # [B, ..., V] after nodes of a depth
-        count: int,
-        depth: int,
-        draws: NextDraws | None,
-    ) -> Children:
-        """Log-probabilities and tokens [B, ..., count] of the best children of nodes, or of the
-        likeliest draws of the target's.
-        """
-        known = self.drafter.proposable(logits).float()
-        count = min(count, known.shape[-1])
-        if draws is None:
-            best, places = known.topk(count, dim=-1)
-            log_probs = best - known.logsumexp(-1, keepdim=True)
-            return log_probs, self.drafter.target_ids(places)
-        top = known.topk(min(DRAFT_SUPPORT, known.shape[-1]), dim=-1)
-        ids = self.drafter.target_ids(top.indices)
-        log_probs, places = draws.best(depth, top.values, ids, count)
-        return log_probs, ids.gather(-1, places)
+    def _from(self, first: Guess, nodes: Nodes) -> Guess:
+        """`expand`, but a guess at the roots that is there already."""
+        return self.expand(nodes) if nodes.depth > 0 else first
+
+    def expand(self, nodes: Nodes) -> Guess:
+        """The guesses [B, n, k] of the children of drafted nodes, which stay pending."""
+        tokens = self.drafter.own_ids(nodes.tokens)
+        return self._guess(self._feed(tokens, nodes.depth, nodes.visible))
+
+    def _guess(self, logits: torch.Tensor) -> Guess:
+        """The best guesses by logits [B, n, V]; what the model knows of nodes is in its cache."""
+        best, places, total = largest(self.drafter.proposable(logits), DRAFT_SUPPORT)
+        return Guess(total[..., :0], best, self.drafter.target_ids(places), total)
 
     def _feed_one(self, tokens: torch.Tensor, depth: int) -> torch.Tensor:
         """Logits [B, V] after own tokens [B] of a chain at a depth, which see those before them."""
@@ -211,6 +169,13 @@ class LevelSession(DraftSession):
         output = self.model.run(tokens, positions, mask, NO_FEATURES, self.cache)
         self.cache.keep_pending(tokens.shape[1])
         return output.logits
+
+
+@cache
+def chain(depth: int, device: torch.device) -> tuple[TreeShape, list[Level]]:
+    """The form of a chain and its levels, made once."""
+    shape = TreeShape.chain(depth)
+    return shape, levels_of(shape, device)
 
 
 def grown_budgets(depth: int) -> tuple[Budget, ...]:

@@ -7,6 +7,7 @@ looks into what the target has written before.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -18,13 +19,11 @@ from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
 from drafthead.core.sampling import RowRandom, Sampling, draft_distribution, sample
 from drafthead.core.target.features import FeatureSpec
-from drafthead.core.target.target import Target
-from drafthead.core.trees.guesses import Guesses, GuessTree
-from drafthead.core.trees.recipe import Proposal
-from drafthead.core.trees.tree import ROOT, Budget, TokenTree, TreeShape
+from drafthead.core.trees.guesses import Guesses, GuessTree, Proposal
+from drafthead.core.trees.tree import Budget, Free, TokenTree, TreeShape
 from drafthead.heads.growing.static import free_budgets
 from drafthead.infer.drafters.history import History, MatchRecord
-from drafthead.infer.drafters.lookup_on_device import Functions, LateSession
+from drafthead.infer.drafters.in_form import in_form
 
 # Probabilities of the next token after some tokens, at least one; their sum may be below 1.
 Distribution: TypeAlias = Callable[[Sequence[int]], Mapping[int, float]]
@@ -53,7 +52,7 @@ class Lookup(Drafter):
         return LookupSession(self, to_host(prompts[:, 0]))
 
     def part(self, names: frozenset[str] | None) -> "Lookup":
-        """What of it drafts under some of its names; None: all."""
+        """The part of it that drafts under some of its names; None: all."""
         return self
 
     def learn(self, past: History) -> None:
@@ -76,6 +75,7 @@ class LookupSession(DraftSession):
     def commit(self, committed: Committed) -> None:
         self.device = committed.tokens.device
         for past, tokens in zip(self.histories, committed.new_tokens, strict=True):
+            past.salt = past.salt or committed.salt
             for token in tokens:
                 if self.knows_prompt and past.match is not None:
                     self.drafter.matches.add(past.match.length, past.guess == token)
@@ -91,11 +91,11 @@ class LookupSession(DraftSession):
         distribution = self.drafter.distribution
         if isinstance(random, RowRandom) and distribution is not None:
             texts = [past.tokens for past in self.histories]
-            most = min(budget.longest, self.drafter.most_drawn)
+            most = min(budget.depth, self.drafter.most_drawn)
             return drawn_chain(texts, distribution, most, sampling, random)
         follows = sampling.greedy or isinstance(random, NextDraws)
         found = self.guesses(budget, follows)
-        return found.tree() if budget.depth else found
+        return found if isinstance(budget, Free) else found.tree()
 
     def ask(self, drafter: Lookup) -> None:
         """Draft by another lookup of the same tokens from now on."""
@@ -104,22 +104,32 @@ class LookupSession(DraftSession):
 
     def guesses(self, budget: Budget, follows: bool) -> Guesses:
         """Each row's tree within a budget; `follows` as for `Lookup.guess`."""
-        if budget.depth == 0 and self.last is not None:
+        if isinstance(budget, Free) and self.last is not None:
             nodes, like_now, found = self.last
             if nodes >= budget.nodes and like_now == follows:
                 return found.best(budget.nodes)
-        limits = budget.nodes - 1, budget.longest
+        limits = budget.nodes - 1, budget.depth
         parts = [self.drafter.part(names) for names in self.wanted or [None] * len(self.histories)]
-        pairs = zip(self.histories, parts, strict=True)
-        trees = [part.guess(past, *limits, follows) for past, part in pairs]
+        forms = self.forms or [None] * len(self.histories)
+        trees = [
+            part.guess(past, *limits, follows)
+            if form is None
+            else in_form(form, past, limits[0], partial(guess_of, part, limits[1], follows))
+            for past, part, form in zip(self.histories, parts, forms, strict=True)
+        ]
         found = Guesses([past.tokens[-1] for past in self.histories], trees, self.device)
-        if budget.depth == 0:
+        if isinstance(budget, Free):
             self.last = budget.nodes, follows, found
         return found
 
     def cut(self, length: int) -> None:
         self.knows_prompt, self.last = False, None
         self.histories = [past.first_tokens(length + 1) for past in self.histories]
+
+
+def guess_of(lookup: Lookup, depth: int, follows: bool, past: History, nodes: int) -> GuessTree:
+    """`Lookup.guess`, with what changes from call to call at the end."""
+    return lookup.guess(past, nodes, depth, follows)
 
 
 class PromptLookup(Lookup):
@@ -133,60 +143,11 @@ class PromptLookup(Lookup):
         self.depth = self.most_drawn = depth
         self.budgets = free_budgets(depth + 1)
         self.matches = MatchRecord()
-        self.functions: Functions | None = None  # of drafts on the device
 
     def guess(self, past: History, nodes: int, depth: int, follows: bool = True) -> GuessTree:
         tokens = past.continuation(min(nodes, depth, self.depth), self.least)
         scores = self.matches.log_chances(past.matched(self.least), len(tokens))
         return GuessTree.chain(tokens, scores)
-
-    def compile(self, target: Target | None = None) -> None:
-        self.functions = None if target is None else Functions.of(target)
-        self.budgets = free_budgets(self.depth + 1)
-        if self.functions is not None:  # free drafts would wait for tokens at each step
-            self.budgets = tuple(Budget(each.nodes, each.nodes - 1) for each in self.budgets)
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> LookupSession:
-        if self.functions is None:
-            return super().start(prompts, lengths)
-        return ChainsOnDevice(self, to_host(prompts[:, 0]))
-
-
-class ChainsOnDevice(LateSession, LookupSession):
-    """A session of prompt lookup where steps are recorded."""
-
-    row_state: ClassVar[tuple[str, ...]] = (*LookupSession.row_state, "roots")
-    drafter: PromptLookup
-    roots: torch.Tensor  # [B]
-
-    def __init__(self, drafter: PromptLookup, first_tokens: Sequence[int]):
-        super().__init__(drafter, first_tokens)
-        assert drafter.functions is not None
-        self.functions = drafter.functions
-        self.score = torch.zeros(1)  # of a root
-
-    @property
-    def pasts(self) -> Sequence[History]:
-        return self.histories
-
-    def read(self, committed: Committed) -> None:
-        LookupSession.commit(self, committed)
-
-    def commit(self, committed: Committed) -> None:
-        self.roots = committed.ends.roots
-        self.score = self.score.to(self.roots.device)
-        self.follow(committed)
-
-    def settle(self) -> None:
-        super().settle()
-        self.last = None  # rows may leave after a draft
-
-    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
-        if not self.is_late(budget, sampling, random):
-            return super().propose(budget, sampling, random)
-        root = TokenTree.from_shape(ROOT, self.roots[:, None], scores=self.score)
-        nodes = 1 + min(budget.nodes - 1, budget.longest, self.drafter.depth)
-        return self.joined(root, nodes, self.drafter.matches, self.drafter.least)
 
 
 def drawn_chain(

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from drafthead.core.errors import UserError
 from drafthead.core.registry import Registry
 from drafthead.core.target.any_target import load_target
+from drafthead.core.target.gguf_files import gguf_of
 from drafthead.core.target.target import Target
 from drafthead.infer.drafters.draft_model import DraftModel, same_tokenizer
 from drafthead.infer.drafters.frequent_tokens import FrequentTokens, read_draft_vocabulary
@@ -26,6 +29,8 @@ def load_draft_model(
     computes in another one may be many times slower, and what is accepted is the target's choice.
     """
     own = str(target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    if dtype == "auto" and target.dtype == torch.bfloat16 and gguf_of(name) is not None:
+        own = "auto"  # in its blocks, between which numbers are of that type
     return load_target(name, own, str(target.device), trust_code)
 
 

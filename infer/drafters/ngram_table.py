@@ -1,4 +1,4 @@
-"""What followed each few tokens of a target's texts, counted: a language model without a network.
+"""Counts of what followed each few tokens of a target's texts: a model without a network.
 
 The trivial drafts of Leviathan et al. (2023, arXiv 2211.17192): unigrams, bigrams, trigrams and so
 on. Every token is counted, so what followed rarely after these words, but often after the last of
@@ -30,15 +30,15 @@ RECORD = "datastore.json"  # the name that older tables have
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a folder is of."""
+class TableRecord:
+    """The description of a folder's table."""
 
     vocabulary: str  # a hash of the tokenizer's tokens
     tokens: int
     ngrams: int  # tokens of the longest n-grams
 
     @classmethod
-    def load(cls, folder: Path, vocabulary: str) -> "Record":
+    def load(cls, folder: Path, vocabulary: str) -> "TableRecord":
         """The record in a folder.
 
         Raises UserError when there is none that can be read, or one of another tokenizer.
@@ -169,7 +169,7 @@ def followed(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def runs(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where runs of equal entries begin in sorted columns [n], and how long they are.
+    """The beginnings of runs of equal entries in sorted columns [n], and their lengths.
 
     Of 3 3 5 these are 0 2, and 2 1.
     """
@@ -182,7 +182,7 @@ def runs(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class NgramTable:
     """Counts of n-grams with back-off, in memory or in files that are mapped into it."""
 
-    def __init__(self, contexts: Sequence[Contexts], record: Record):
+    def __init__(self, contexts: Sequence[Contexts], record: TableRecord):
         """`contexts` of 0, 1, 2, ... tokens; those of 0 tokens are what unigrams are."""
         self.contexts, self.record = contexts, record
 
@@ -190,11 +190,11 @@ class NgramTable:
     def of(cls, texts: Iterable[Sequence[int]], vocabulary: str, order: int) -> "NgramTable":
         """The table of texts' token ids with n-grams of up to `order` tokens, one of ORDERS."""
         tokens = joined(texts)
-        record = Record(vocabulary, int((tokens != SEPARATOR).sum()), order)
+        record = TableRecord(vocabulary, int((tokens != SEPARATOR).sum()), order)
         return cls([Contexts.of(tokens, length) for length in range(order)], record)
 
     @classmethod
-    def load(cls, folder: Path, record: Record) -> "NgramTable":
+    def load(cls, folder: Path, record: TableRecord) -> "NgramTable":
         """The table in a folder with this record, mapped into memory.
 
         Raises UserError when its files cannot be read.
@@ -254,7 +254,7 @@ class Expected:
 
     @cached_property
     def children(self) -> Mapping[int, "Expected"]:
-        """What may come next, by token."""
+        """The tokens that may come next."""
         return {
             token: Expected(self.table, [*self.past, token], self.weight * chance)
             for token, chance in self.table.distribution(self.past, CHILDREN).items()

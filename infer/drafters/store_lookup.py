@@ -16,7 +16,7 @@ from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import TREE_SIZES, free_budgets
 from drafthead.infer.drafters.history import History, MatchRecord
 from drafthead.infer.drafters.lookup import Lookup
-from drafthead.infer.drafters.ngram_table import NgramTable, Record
+from drafthead.infer.drafters.ngram_table import NgramTable, TableRecord
 
 LEAST_NGRAM = 2  # tokens that must have occurred before; one alone says too little
 # Lengths of n-grams by which earlier answers are found, and how much what follows one of them
@@ -38,14 +38,14 @@ Index = dict[int, list[Place]]  # by hash of an n-gram: where the token after it
 
 
 class Earlier:
-    """The latest texts of this process, by their n-grams. Several threads may use it.
+    """The latest texts of this process, by their salts and n-grams. Several threads may use it.
 
     A server that gets similar requests drafts the next answers from the last ones (suffix decoding,
     Oliaro et al., 2024, arXiv 2411.04975, keeps such an index as a suffix tree).
     """
 
     def __init__(self, limit: int = LIMIT):
-        """When half of `limit` tokens have come since the last time, what came before those goes.
+        """Forget the older half once half of `limit` tokens have come since the last time.
 
         So between half of them and all of them are remembered.
         """
@@ -53,51 +53,55 @@ class Earlier:
         self.young: Index = {}
         self.old: Index = {}
 
-    def add(self, text: list[int], place: int) -> None:
+    def add(self, text: list[int], place: int, salt: str = "") -> None:
         """Remember that the token at a place of a text follows the tokens before it.
 
         The text is kept, not copied: what follows later is known as soon as it is there.
         """
         for length in LEVELS:
             if length <= place:
-                places = self.young.setdefault(hash(tuple(text[place - length : place])), [])
+                key = hash((salt, *text[place - length : place]))
+                places = self.young.setdefault(key, [])
                 places.append((text, place))
                 del places[:-PLACES]
         self.count += 1
         if self.count > self.limit // 2:
             self.young, self.old, self.count = {}, self.young, 0
 
-    def continuations(self, past: Sequence[int]) -> Iterator[tuple[float, list[int]]]:
+    def continuations(
+        self, past: Sequence[int], salt: str = ""
+    ) -> Iterator[tuple[float, list[int]]]:
         """Weights and texts of up to `DEPTH` tokens: what followed the end of `past` elsewhere."""
         for length, weight in LEVELS.items():
-            texts = [text[place : place + DEPTH] for text, place in self._places(past, length)]
+            places = self._places(past, length, salt)
+            texts = [text[place : place + DEPTH] for text, place in places]
             for text in texts:
                 yield weight / len(texts), text
 
-    def matched(self, past: Sequence[int]) -> int:
+    def matched(self, past: Sequence[int], salt: str = "") -> int:
         """Tokens of the longest n-gram at the end of `past` that other texts hold; 0 for none."""
-        return next((length for length in LEVELS if self._places(past, length)), 0)
+        return next((length for length in LEVELS if self._places(past, length, salt)), 0)
 
-    def _places(self, past: Sequence[int], length: int) -> list[Place]:
+    def _places(self, past: Sequence[int], length: int, salt: str) -> list[Place]:
         """The places after the n-gram of a length with which the past ends, but its own."""
         if length > len(past):
             return []
-        key = hash(tuple(past[-length:]))
+        key = hash((salt, *past[-length:]))
         places = [*self.young.get(key, ()), *self.old.get(key, ())]
         return [(text, place) for text, place in places if text is not past]
 
 
-class Counted:
+class Continuations:
     """A token of some texts, and what follows it there."""
 
     __slots__ = ("children", "weight")
 
     def __init__(self) -> None:
         self.weight = 0.0
-        self.children: dict[int, Counted] = {}
+        self.children: dict[int, Continuations] = {}
 
     @classmethod
-    def of(cls, texts: Iterable[tuple[float, Sequence[int]]]) -> "Counted":
+    def of(cls, texts: Iterable[tuple[float, Sequence[int]]]) -> "Continuations":
         """The common root of weighted texts; a negative token ends a text."""
         root = cls()
         for weight, text in texts:
@@ -145,8 +149,9 @@ class StoreLookup(Lookup):
         scores = matches.log_chances(past.matched(LEAST_NGRAM), len(own))
         tree.add_tree(GuessTree.chain(own, scores))
         if self.earlier is not None and follows:
-            counted = Counted.of(self.earlier.continuations(past.tokens))
-            found = NOTHING_LEARNT.log_chances(max(1, self.earlier.matched(past.tokens)), depth)
+            counted = Continuations.of(self.earlier.continuations(past.tokens, past.salt))
+            matched = self.earlier.matched(past.tokens, past.salt)
+            found = NOTHING_LEARNT.log_chances(max(1, matched), depth)
             tree.add_heaviest(counted, [*map(math.exp, found)], len(tree) + nodes, depth)
         if self.table is not None:
             add_expected(tree, self.table, past, len(tree) + nodes, depth)
@@ -162,7 +167,7 @@ class StoreLookup(Lookup):
 
     def learn(self, past: History) -> None:
         if self.earlier is not None:
-            self.earlier.add(past.tokens, len(past.tokens) - 1)
+            self.earlier.add(past.tokens, len(past.tokens) - 1, past.salt)
 
 
 class LookupChains(StoreLookup):
@@ -190,8 +195,8 @@ def add_expected(
 
 
 def load_table(folder: Path, vocabulary: str) -> NgramTable:
-    """What `drafthead data index` has written into a folder, mapped into memory.
+    """The table that `drafthead data index` has written into a folder, mapped into memory.
 
     Raises UserError when nothing can be read there, or when it is of another tokenizer.
     """
-    return NgramTable.load(folder, Record.load(folder, vocabulary))
+    return NgramTable.load(folder, TableRecord.load(folder, vocabulary))

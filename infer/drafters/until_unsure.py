@@ -1,4 +1,4 @@
-"""When a draft model stops before its budget is used: where one more pass no longer pays.
+"""Ends of drafts before their budget is used, where one more pass no longer pays.
 
 A step brings G tokens in T seconds, and decoding E[G] / E[T] = r tokens per second. One more level
 of a draft brings a token with the probability
@@ -33,7 +33,7 @@ STOP_WEIGHT = 0.1  # of a level that was not drafted, as which the first belief 
 
 
 class Sureness:
-    """How often drafts were accepted to a level, against the draft's own guesses of that.
+    """The acceptance of drafts to a level, against the draft's own guesses of that.
 
     Guesses are judged by their size: those of the demo draft model come true where they are above
     a half, and are two to three times too low below an eighth, where the decision mostly falls.

@@ -23,18 +23,16 @@ import torch
 
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, wanting
+from drafthead.core.drafting.form import Forms
 from drafthead.core.host import to_host
 from drafthead.core.sampling import Sampling
 from drafthead.core.target.target import Target
-from drafthead.core.trees.guesses import Guesses, GuessTree, token_tree
-from drafthead.core.trees.recipe import Proposal, known, only
-from drafthead.core.trees.tree import PADDING, Budget, TokenTree, free_budget
-from drafthead.heads.families.head_drafter import HeadDrafter
+from drafthead.core.trees.guesses import Guesses, GuessTree, Proposal, known, only, token_tree
+from drafthead.core.trees.tree import PADDING, Budget, Free, TokenTree, free_budget
 from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.heads.growing.static import free_budgets
-from drafthead.infer.drafters.history import History
+from drafthead.infer.drafters.in_form import kept_in_form
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
-from drafthead.infer.drafters.lookup_on_device import Functions, LateSession
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import (
     DEPTH,
@@ -51,7 +49,7 @@ STEPS_WITHOUT = 16  # of so many steps one asks a table that brings nothing
 
 
 class TableUse:
-    """What a table of n-grams brings beside a drafter, and whether it is worth asking.
+    """The use of a table of n-grams beside a drafter, and whether it is worth asking.
 
     Several threads may teach it; if one addition overwrites another, little is lost.
     """
@@ -104,22 +102,15 @@ class WithLookup(Drafter):
         self.all.matches = self.lookup.matches  # both learn from the same text
         self.names = *drafter.names, *self.all.names
         self.budgets = (*free_budgets(most), *drafter.budgets)
-        self.functions: Functions | None = None  # of drafts on the device
 
     def __repr__(self) -> str:
         return f"{self.drafter} with {self.all}"
 
-    def compile(self, target: Target | None = None) -> None:
+    def compile(self, target: Target) -> None:
         self.drafter.compile(target)
-        stores = isinstance(self.all, StoreLookup)
-        if target is None or not target.memory.is_recorded or stores:
-            return  # what is stored is on the host
-        if isinstance(self.drafter, HeadDrafter) and self.drafter.on_device:
-            self.functions = Functions.of(target)
-            self.budgets = self.drafter.budgets  # free drafts would wait for tokens at each step
 
     def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        return (LookupOnDevice if self.functions else WithLookupSession)(self, prompts, lengths)
+        return WithLookupSession(self, prompts, lengths)
 
 
 class WithLookupSession(DraftSession):
@@ -150,8 +141,9 @@ class WithLookupSession(DraftSession):
         """
         follows, drafter = sampling.greedy or isinstance(random, NextDraws), self.drafter
         self.session.wanted = self.lookup.wanted = self.wanted
+        self.lookup.forms = self.forms
         own, looks = (wanting(self.wanted, part.names) for part in (drafter.drafter, drafter.all))
-        self.is_free = budget.depth == 0
+        self.is_free = isinstance(budget, Free)
         alone = self.is_free or not any([True] if own is None else own)
         # Where rows differ the table is that of those with nothing else.
         is_due = self.wanted is not None or drafter.table_use.is_due(alone)
@@ -163,7 +155,8 @@ class WithLookupSession(DraftSession):
             return kept if self.is_free else known(kept)
         self.lookup.ask(drafter.lookup)
         found = self.lookup.guesses(free_budget(budget.nodes), follows) if follows else None
-        if found is None or (found.num_nodes == 1 and table is None):
+        # Without the drafter's own nodes a form has none to judge.
+        if found is None or (found.num_nodes == 1 and table is None and self.forms is None):
             return only(self.session.propose(budget, sampling, random), own)
         least = replace(budget, least_chance=0.0)
         tree = known(only(self.session.propose(least, sampling, random), own))
@@ -172,7 +165,7 @@ class WithLookupSession(DraftSession):
             found = replace(found, trees=trees)
         kept = only(found, looks)
         assert isinstance(kept, Guesses)
-        return merged(tree, kept.trees, budget.nodes)
+        return merged(tree, kept.trees, budget.nodes, self.forms)
 
     def _learn_of_table(self, committed: Committed) -> None:
         """Record what became of the last draft, if it was one with rows of this batch."""
@@ -214,50 +207,18 @@ class WithLookupSession(DraftSession):
         return both
 
 
-class LookupOnDevice(LateSession, WithLookupSession):
-    """A session where steps are recorded."""
-
-    def __init__(self, drafter: WithLookup, prompts: torch.Tensor, lengths: torch.Tensor):
-        super().__init__(drafter, prompts, lengths)
-        assert drafter.functions is not None
-        self.functions = drafter.functions
-
-    @property
-    def pasts(self) -> Sequence[History]:
-        return self.lookup.histories
-
-    def read(self, committed: Committed) -> None:
-        self.lookup.commit(committed)
-
-    def commit(self, committed: Committed) -> None:
-        self.session.commit(committed)
-        self.follow(committed)
-
-    def settle(self) -> None:
-        super().settle()
-        self.lookup.last = None  # rows may leave after a draft
-
-    def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> Proposal:
-        if not self.is_late(budget, sampling, random):
-            return super().propose(budget, sampling, random)
-        tree = known(self.session.propose(replace(budget, least_chance=0.0), sampling, random))
-        return self.joined(tree, budget.nodes, self.drafter.lookup.matches, LEAST_NGRAM)
-
-
 def first_tokens(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     """The tokens of nodes right under the root, node 0, which padding is not."""
     pairs = zip(tokens, parents, strict=True)
     return [token for token, parent in pairs if parent == 0 and token != PADDING]
 
 
-def learns_answers(drafter: Drafter | None) -> bool:
-    """Whether what one session commits is drafted by others: then it must be an answer."""
-    lookup = drafter.lookup if isinstance(drafter, WithLookup) else drafter
-    return isinstance(lookup, StoreLookup) and lookup.earlier is not None
-
-
-def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTree:
+def merged(
+    tree: TokenTree, guesses: Sequence[GuessTree], nodes: int, forms: Forms = None
+) -> TokenTree:
     """The best nodes of a drafter's tree and of a guess for each row, the root among them.
+
+    Of a row with a form those that keep to it, with what must follow them.
 
     Of a chain x y with scores -0.1 and -0.3 and a guess x z with scores -0.2 and -0.9, three nodes
     are the root, x and y: both say x, which has the better of its scores.
@@ -268,12 +229,16 @@ def merged(tree: TokenTree, guesses: Sequence[GuessTree], nodes: int) -> TokenTr
     parts = tree.tokens.float(), tree.parents.float(), tree.scores.to(tree.tokens.device)
     table = torch.stack(parts, dim=1)
     roots, rows = [], []
-    for (tokens, parents, scores), guess in zip(to_host(table), guesses, strict=True):
+    known_forms = forms or [None] * len(guesses)
+    for (tokens, parents, scores), guess, form in zip(
+        to_host(table), guesses, known_forms, strict=True
+    ):
         both, numbers = GrowingTree(), [0]
         for token, parent, score in zip(tokens[1:], parents[1:], scores[1:], strict=True):
             proposes = token != PADDING  # what fills up a row does not
             numbers.append(both.add(numbers[int(parent)], int(token), score) if proposes else 0)
         both.add_tree(guess)
         roots.append(int(tokens[0]))
-        rows.append(both.best(nodes - 1))
+        best = both.best(nodes - 1)
+        rows.append(best if form is None else kept_in_form(form, best, nodes - 1))
     return token_tree(roots, rows, tree.tokens.device)

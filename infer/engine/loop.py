@@ -1,79 +1,70 @@
-"""The decoding loop: how large a tree, one step, what it taught; until every row has ended."""
+"""The decoding loop: read the prompts, then one step after the other until every row has ended."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from drafthead.core.drafting.drafter import Drafter, DraftSession
-from drafthead.core.target.tree_cache import TreeCache
 from drafthead.infer.engine.batch_run import Emitted
-from drafthead.infer.engine.prefill import prefill_drafter
+from drafthead.infer.engine.prefill import ReadState
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.planning.planner import NO_DRAFTS, Planner
 
 
-@dataclass(frozen=True)
-class Known:
-    """What the target and the drafter know of the beginning of all prompts of a batch."""
+class Decoding:
+    """A batch at work: its stepper, its drafter's session, and the planner of its steps.
 
-    cache: TreeCache
-    session: DraftSession
-
-
-@torch.no_grad()
-def decode(
-    stepper: Stepper, drafter: Drafter, planner: Planner, past: Known | None = None
-) -> Iterator[Emitted]:
-    """Decode a batch; yields what each pass of the target adds to each row.
-
-    `past` is explained at `read_prompts`.
+    Iterating over it decodes the batch, and gives what each pass of the target adds to each row.
     """
-    run = stepper.run
-    session, emitted = read_prompts(stepper, drafter, past)
-    yield run.refuse_failed(emitted)
-    while run.batch.running:
-        yield run.refuse_failed(next_step(stepper, session, planner))
 
+    session: DraftSession  # once the prompts are read
 
-def read_prompts(
-    stepper: Stepper, drafter: Drafter, past: Known | None = None
-) -> tuple[DraftSession, Emitted]:
-    """The pass over the prompts: the drafter's session, and the first token of each row.
+    def __init__(
+        self,
+        stepper: Stepper,
+        drafter: Drafter,
+        planner: Planner,
+        recall: Callable[[], ReadState | None],
+    ):
+        """`recall` returns what was read of the beginning of all prompts; `begin` uses it up."""
+        self.stepper, self.drafter, self.planner = stepper, drafter, planner
+        self.recall = recall
+        self.run = stepper.run
 
-    `past` is what was read of the beginning of all of them; it is used up.
-    """
-    with stepper.run.stats.phase("prefill"):
-        if past is not None:
-            stepper.cache = past.cache
-        committed, emitted = stepper.prefill()
-        if past is not None:
-            session = past.session
-            session.commit(committed)
-        else:
-            session = prefill_drafter(
-                drafter, stepper.prompt_ids, stepper.prompt_lengths, committed
-            )
-        # Answers of one token have ended already.
-        stepper.keep_active(session)
-    return session, emitted
+    def __iter__(self) -> Iterator[Emitted]:
+        yield self.run.refuse_failed(self.begin())
+        while self.run.running:
+            yield self.run.refuse_failed(self.step())
 
+    @torch.no_grad()
+    def begin(self) -> Emitted:
+        """Read the prompts; returns the first token of each row."""
+        past = self.recall()
+        with self.run.stats.phase("prefill"):
+            self.session, emitted = self.stepper.begin(self.drafter, past)
+        return emitted
 
-def next_step(stepper: Stepper, session: DraftSession, planner: Planner) -> Emitted:
-    """One step, which verifies what the planner keeps of the drafts that it asks for.
+    @torch.no_grad()
+    def step(self) -> Emitted:
+        """Verify in one pass what the planner keeps of the drafts that it asks for.
 
-    Where nothing may draft for any row it is told of nothing but the end.
-    """
-    run, plans = stepper.run, planner
-    planner = plans if run.wants_drafts else NO_DRAFTS
-    # The clock starts before the draft: a size is judged by all that it costs.
-    with run.stats.step() as elapsed:
-        if stepper.ahead is None:
-            run.begin_random_step()  # once, whatever is drafted: its numbers are those of this step
-            planner.meet(run.rows, run.columns, run.sampling, run.mix)
-        emitted = stepper.step(session, planner)
-        planner.learn(run.last_lengths, elapsed())
-        # Only at the end of a batch is anything written to the disk.
-        if not run.batch.running:
-            plans.finish()
-    return emitted
+        Where nothing may draft for any row, the planner only learns of the end.
+        """
+        run = self.run
+        planner = self.planner if run.wants_drafts else NO_DRAFTS
+        # The clock starts before the draft: a size is judged by all that it costs.
+        with run.stats.step() as elapsed:
+            if self.stepper.ahead is None:
+                run.begin_random_step()  # once, whatever is drafted: its numbers are this step's
+                planner.meet(run.num_rows, run.columns, run.sampling, run.mix)
+            emitted = self.stepper.step(self.session, planner)
+            planner.learn(run.last_lengths, elapsed())
+            # Only at the end of a batch is anything written to the disk.
+            if not run.running:
+                self.planner.finish()
+        return emitted
+
+    def join(self, other: "Decoding", order: Sequence[int]) -> None:
+        """Go on with rows of both, see `RowState.join_rows`."""
+        self.session.join_rows(other.session, order)
+        self.stepper.join(other.stepper, order)

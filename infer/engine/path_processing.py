@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.core.trees.tree import PADDING, TokenTree
-from drafthead.infer.engine.batch_run import Batch
+from drafthead.infer.engine.batch_run import Row
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Spot:
     path: tuple[int, ...]  # without the root, which is committed
 
 
+@dataclass(frozen=True)
 class PathProcessing:
     """Applies each row's processors to the logits after every node of a pass.
 
@@ -36,26 +36,9 @@ class PathProcessing:
     So a processor does not see a path that it has forbidden itself.
     """
 
-    def __init__(
-        self,
-        processors: Sequence[LogitsProcessorList],  # of each prompt
-        prompts: Sequence[Sequence[int]],
-        batch: Batch,
-        greedy: bool,
-    ):
-        """With `greedy` no row accepts a node that is not the most probable token."""
-        self.processors, self.batch, self.greedy = processors, batch, greedy
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.pasts = [torch.tensor(list(prompt)) for prompt in prompts]  # prompt and answer, [T]
-
-    def join(self, other: "PathProcessing", order: Sequence[int]) -> None:
-        """Go on with rows of both, as in `Batch.join`; called before it."""
-        both = [(part, number) for part in (self, other) for number in part.batch.running]
-        pairs = [both[row] for row in order]
-        self.greedy &= other.greedy
-        self.processors = [part.processors[number] for part, number in pairs]
-        self.prompt_lengths = [part.prompt_lengths[number] for part, number in pairs]
-        self.pasts = [part.pasts[number] for part, number in pairs]
+    rows: Sequence[Row]  # of the running batch
+    end_ids: frozenset[int]
+    greedy: bool  # no row accepts a node that is not the most probable token
 
     def after_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed logits [B, V], float32, after the last token of each running row."""
@@ -74,31 +57,29 @@ class PathProcessing:
         return processed
 
     def _roots(self, device: torch.device) -> list[Spot]:
-        """The root of each row that needs more tokens; adds the new tokens to the rows' pasts."""
-        places = [place for place, row in enumerate(self.batch.running_rows()) if row.active]
+        """The root of each row that needs more tokens; adds new tokens to the rows' pasts."""
+        places = [place for place, row in enumerate(self.rows) if row.active]
         for place in places:
-            number = self.batch.running[place]
-            past = self.pasts[number].to(device)
-            known = len(past) - self.prompt_lengths[number]
-            new = torch.tensor(self.batch.rows[number].tokens[known:], dtype=past.dtype)
-            self.pasts[number] = torch.cat([past, new.to(device)])
+            row = self.rows[place]
+            new = torch.tensor(row.tokens[len(row.past) - row.prefix_length :], dtype=torch.long)
+            row.past = torch.cat([row.past.to(device), new.to(device)])
         return [Spot(place, 0, ()) for place in places]
 
     def _process(self, level: list[Spot], processed: torch.Tensor) -> None:
         """Change `processed` [B, N, V] at the spots of one depth, in one call for each length."""
         groups = defaultdict(list)
         for spot in level:
-            number = self.batch.running[spot.place]
-            groups[id(self.processors[number]), len(self.pasts[number])].append(spot)
+            row = self.rows[spot.place]
+            groups[id(row.processors), len(row.past)].append(spot)
         for spots in groups.values():
-            numbers = [self.batch.running[spot.place] for spot in spots]
+            rows = [self.rows[spot.place] for spot in spots]
             paths = torch.tensor([spot.path for spot in spots], dtype=torch.long)  # [M, depth]
-            past = torch.stack([self.pasts[number] for number in numbers])
+            past = torch.stack([row.past for row in rows])
             ids = torch.cat([past, paths.to(past.device)], dim=1)
             where = [spot.place for spot in spots], [spot.node for spot in spots]
             # transformers wants a LongTensor, which is a name for types alone.
             # Where they forbid every token, the node has no law: it is a leaf to every rule.
-            scores = self.processors[numbers[0]](ids, processed[where])  # type: ignore[arg-type]
+            scores = rows[0].processors(ids, processed[where])  # type: ignore[arg-type]
             processed[where] = scores
 
     def _possible_children(
@@ -110,11 +91,11 @@ class PathProcessing:
         """The children of a processed level that can be accepted and have a token after them."""
         parents, candidates = [], []
         for spot in level:
-            row = self.batch.rows[self.batch.running[spot.place]]
+            row = self.rows[spot.place]
             if len(row.tokens) + len(spot.path) + 1 >= row.limit:
                 continue
             for node, token in children[spot.place].get(spot.node, ()):
-                if token != PADDING and token not in self.batch.end_ids:
+                if token != PADDING and token not in self.end_ids:
                     parents.append(spot.node)
                     candidates.append(Spot(spot.place, node, (*spot.path, token)))
         if not candidates:

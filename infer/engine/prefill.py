@@ -1,6 +1,7 @@
 """The passes over prompts: rows of similar length together, in chunks that need little memory."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -23,6 +24,14 @@ PASS_COST = {"cpu": 50}
 # Tokens of the last pass over a prompt of which running states are kept, and the fewest of any
 # pass: over one alone some models (Zamba 2) step, which rounds otherwise than reading.
 LAST_READ = 2
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """The state of target and drafter after the beginning of all prompts of a batch."""
+
+    cache: TreeCache
+    session: DraftSession
 
 
 def prefill(
@@ -91,7 +100,7 @@ def prefill_drafter(
 
 
 def positions_of_a_pass(device: torch.device, rows: int) -> int:
-    """How many positions of each row one pass over prompts reads."""
+    """The number of positions of each row that one pass over prompts reads."""
     return max(READ_CHUNK, GPU_POSITIONS // rows) if device.type == "cuda" else READ_CHUNK
 
 
@@ -130,7 +139,7 @@ def read_rows(
 
 
 def ends_of_passes(first: int, longest: int, chunk: int, target: Target) -> list[int]:
-    """Where passes over a prompt begin and end: 0 2 4 5 for 5 tokens in chunks of 2.
+    """The ends of passes over a prompt, from its beginning: 0 2 4 5 for 5 tokens in chunks of 2.
 
     A running state is kept where a pass ends. What goes on with this prompt may differ in its last
     token, whose position is read again, so one pass ends before that: 0 2 3 5.
@@ -220,5 +229,5 @@ def rows_of_passes(unread: torch.Tensor, alone: bool) -> list[list[int]]:
 
 
 def places_of_rows(groups: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Where each row is once the groups follow each other [B]: after 2 0 and 1, row 0 is at 1."""
+    """The place [B] of each row in groups that follow each other: in 2 0 and 1, row 0 is at 1."""
     return torch.tensor([row for group in groups for row in group]).argsort()

@@ -1,36 +1,29 @@
 """The steps of a batch: propose a tree, verify it in one pass of the target, commit the path.
 
-A compiled target verifies in one call where the rule follows it, see `step.StepFunction`; else pass
+A recorded target verifies in one call where the rule follows it, see `step.StepFunction`; else pass
 and rule are calls of their own. A step without a draft is a tree of the root alone.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from drafthead.core.coupling import NextDraws
-from drafthead.core.drafting.drafter import Committed, DraftSession, Ends, OnDevice
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, Ends, OnDevice
 from drafthead.core.drafting.row_state import joined
 from drafthead.core.host import to_host
 from drafthead.core.sampling import RowSampling, most_probable, probabilities, race
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target, TargetOutput
 from drafthead.core.target.tree_cache import TreeCache
-from drafthead.core.trees.recipe import (
-    Proposal,
-    TokenFiller,
-    TreeRecipe,
-    drafted_tokens,
-    known,
-    only,
-)
+from drafthead.core.trees.guesses import Proposal, drafted_tokens, known, only
 from drafthead.core.trees.tree import ROOT, Budget, TokenTree
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
 from drafthead.infer.engine.path_processing import PathProcessing
-from drafthead.infer.engine.prefill import padded, prefill
-from drafthead.infer.engine.step import Draws, Launched, Outcome, StepFunction, settled
+from drafthead.infer.engine.prefill import ReadState, padded, prefill, prefill_drafter
+from drafthead.infer.engine.step import Draws, Launched, Outcome, Scored, StepFunction, settled
 from drafthead.infer.planning.planner import Planner
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS, Acceptance, Verifier, rule_of_rows
@@ -45,7 +38,7 @@ Watch = Callable[[TokenTree, TargetOutput, Outcome], None]
 
 @dataclass(frozen=True)
 class PromptPass:
-    """What the pass over the prompts has read."""
+    """The results of the pass over the prompts."""
 
     prompts: Sequence[Sequence[int]]
     ids: torch.Tensor  # [B, T] the prompts, right-padded
@@ -89,8 +82,8 @@ class PromptPass:
 
 
 def steps_in_one_call(target: Target, request: Request) -> bool:
-    """Whether steps under rules that follow the target are compiled as a whole."""
-    return target.backend.compiles and request.samples_in_graphs
+    """Whether steps under rules that follow the target are recorded as a whole."""
+    return target.backend.records and request.samples_in_graphs
 
 
 class Stepper:
@@ -120,21 +113,20 @@ class Stepper:
         follows = verifier.follows and not needs_logits
         self.in_one_call = follows and steps_in_one_call(target, run.request)
         self.read_features = features
-        self.features = features.with_last()  # plain steps and trees then share compiled passes
+        self.features = features.with_last()  # plain steps and trees then share recorded passes
         self.cache: TreeCache = target.new_cache()
         self.prompt_ids, self.prompt_lengths = padded(run.request.prompts, target.device)
         self.lengths = [len(prompt) for prompt in run.request.prompts]  # committed, by place
         self.roots = self.prompt_ids[:, 0]  # [B] last committed tokens, once the prompt was read
-        self.processing = (
-            PathProcessing(
-                run.request.processors,
-                run.request.prefixes or run.request.prompts,
-                run.batch,
-                run.greedy and verifier.follows,
-            )
-            if run.request.processors
-            else None
-        )
+
+    @property
+    def processing(self) -> PathProcessing | None:
+        """The logits processors of the rows that run now; None for requests without any."""
+        run = self.run
+        if not run.request.processors:
+            return None
+        greedy = run.greedy and self.rule.follows
+        return PathProcessing(run.running_rows(), run.request.end_ids, greedy)
 
     @property
     def verifier(self) -> Verifier:
@@ -142,16 +134,33 @@ class Stepper:
         name = rule_of_rows(self.rule.name, self.run.greedy)
         return self.rule if name == self.rule.name else VERIFIERS[name]
 
+    def begin(self, drafter: Drafter, past: ReadState | None) -> tuple[DraftSession, Emitted]:
+        """Read the prompts: the drafter's session, and the first token of each row.
+
+        `past` is what was read of the beginning of all of them; it is used up.
+        """
+        if past is not None:
+            self.cache = past.cache
+        committed, emitted = self.prefill()
+        if past is not None:
+            session = past.session
+            session.commit(committed)
+        else:
+            session = prefill_drafter(drafter, self.prompt_ids, self.prompt_lengths, committed)
+        self.keep_active(session)  # answers of one token have ended already
+        return session, emitted
+
     def prefill(self) -> tuple[Committed, Emitted]:
         """The pass over the prompts, which also gives each row its first token."""
         read = self.pass_over_prompts()
         self.run.begin_random_step()
         first = self.next_tokens(self.target.next_logits(read.hidden))
         first_tokens = to_host(first)
-        emitted = self.run.batch.take([[token] for token in first_tokens])
+        emitted = self.run.take([[token] for token in first_tokens])
         # A row that failed or has ended runs along until it leaves, and must hold a real token.
         self.roots = first.clamp_min(0)
-        return read.committed(self.roots, first_tokens), emitted
+        committed = read.committed(self.roots, first_tokens)
+        return replace(committed, salt=self.run.request.cache_salt), emitted
 
     def pass_over_prompts(self) -> "PromptPass":
         """The pass over the prompts.
@@ -178,23 +187,25 @@ class Stepper:
 
         NO_TOKEN where there is none.
         """
-        scores = logits if self.processing is None else self.processing.after_rows(logits)
-        if self.run.random is None:
-            tokens = most_probable(scores)
-        else:
-            keys = self.run.random.ahead(1)[:, 0]
-            tokens = race(probabilities(scores, self.run.sampling), keys)
+        processing = self.processing
+        scores = logits if processing is None else processing.after_rows(logits)
+        tokens = self.chosen(scores)
         if self.run.record is not None:
-            numbers, own = self.run.batch.active_numbers(), tokens[:, None].tolist()
+            numbers, own = self.run.active_numbers(), tokens[:, None].tolist()
             sampling = self.run.sampling
             self.run.record.add(numbers, sampling, logits[:, None], scores[:, None], own)
         return tokens
 
+    def chosen(self, scores: torch.Tensor) -> torch.Tensor:
+        """The target's own token [B] by processed logits [B, V]."""
+        if self.run.random is None:
+            return most_probable(scores)
+        keys = self.run.random.ahead(1)[:, 0]
+        return race(probabilities(scores, self.run.sampling), keys)
+
     def step(self, session: DraftSession, planner: Planner) -> Emitted:
         """Propose a tree, verify it, commit; where the device can, it begins the next step too."""
         draft = partial(planner.draft, partial(self.propose, session))
-        if not self.in_one_call:
-            return self.step_in_calls(session, draft())
         launched, self.ahead = self.ahead or self.launch(draft()), None
         # Before the tokens are read: the device has work while the host thinks.
         if planner.knows_next and self.leads_on(session):
@@ -202,96 +213,112 @@ class Stepper:
             self.ahead = self.launch(draft(ahead=True))
         return self.finish(session, launched)
 
-    def step_in_calls(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
-        """Verify what the session has proposed, if anything, and commit, each in a call."""
-        return self.take(session, self.verified(proposal))
-
     def launch(self, proposal: Proposal | None) -> Launched:
-        """Ask the device for a step in one call, over a proposal or a tree of the root alone."""
-        if isinstance(proposal, TreeRecipe):
-            recipe = proposal
-        else:
-            recipe = TreeRecipe.of(self.root_alone() if proposal is None else known(proposal))
-            if proposal is not None and self.target.memory.is_recorded:
-                # A root alone is left in its column, which may lie beyond the row's end where the
-                # step before was over a tree and the host does not know how long its path was.
-                recipe = recipe.padded(max(2, recipe.num_nodes))
-        with self.run.stats.phase("verify"):
-            verify, draws = self.function_for(recipe.filler), self.draws(recipe.max_depth)
-            launched = verify(recipe, self.cache, draws, self.run.sampling.whole)
+        """Ask the device for a step over a proposal, or over a tree of the root alone."""
+        verify = self.verify_in_one_call if self.in_one_call else self.verify_in_calls
+        launched = verify(proposal)
         launched.drafted = drafted_tokens(proposal, len(self.lengths))
         return launched
+
+    def verify_in_one_call(self, proposal: Proposal | None) -> Launched:
+        """A step that is recorded as a whole."""
+        tree = self.root_alone() if proposal is None else known(proposal)
+        if proposal is not None and self.target.memory.is_recorded:
+            # A root alone is left in its column, which may lie beyond the row's end where the
+            # step before was over a tree and the host does not know how long its path was.
+            tree = tree.padded(max(2, tree.num_nodes))
+        with self.run.stats.phase("verify"):
+            draws = self.draws(tree.max_depth)
+            return self.step_function()(tree, self.cache, draws, self.run.sampling.whole)
+
+    def verify_in_calls(self, proposal: Proposal | None) -> Launched:
+        """A pass over the tree, then the rule, in the form of the scores that it reads."""
+        run, tree = self.run, self.root_alone() if proposal is None else known(proposal)
+        with run.stats.phase("verify"):
+            output = self.verify(tree)
+        with run.stats.phase("accept"):
+            scores = output.logits
+            # Each node gets the penalties of its own path, as if the answer had ended there.
+            if (processing := self.processing) is not None:
+                scores = processing.after_nodes(tree, scores)
+            if proposal is None:  # the target's own next token, under any rule
+                tokens = self.chosen(scores[:, 0])
+                path = torch.zeros_like(tokens)[:, None]
+                accepted = Acceptance(path, torch.ones_like(tokens), tokens)
+            else:
+                reads_probs = self.verifier.reads == "probs"
+                read = probabilities(scores, run.sampling) if reads_probs else scores
+                accepted = self.verifier.rule(tree, read, run.random)
+            assert self.cache.lengths is not None
+            result = settled(tree, accepted, output.features, self.cache.lengths)
+        return Launched(result, tree.num_nodes, scored=Scored(tree, output, scores))
 
     def leads_on(self, session: DraftSession) -> bool:
         """Whether the next step can be asked for while the host does not know this one's tokens.
 
         That is so where calls are recorded.
         """
-        if not (self.target.memory.is_recorded and isinstance(session, OnDevice)):
+        is_recorded = self.in_one_call and self.target.memory.is_recorded
+        if not (is_recorded and isinstance(session, OnDevice)):
             return False
-        rows = self.run.batch.running_rows()
+        rows = self.run.running_rows()
         return any(row.active and len(row.tokens) + 1 < row.limit for row in rows)
 
     def lead_on(self, session: DraftSession, launched: Launched) -> None:
         """Commit a step on the device; what the host counts by is the most that it can commit."""
         most = max(self.lengths) + launched.num_nodes
-        self.cache.commit(None, launched.result.committed, most)
-        committed = launched.committed(self.cache)
-        self.roots = committed.ends.roots
-        session.commit(committed)
+        self.commit(session, launched, None, most)
         self.run.begin_random_step(launched.result.length)
 
     def finish(self, session: DraftSession, launched: Launched) -> Emitted:
-        """Read what a step has brought, and commit it unless that was done."""
+        """Read what a step has brought, commit it unless that was done, and give it to the rows."""
         with self.run.stats.phase("verify"):
             outcome = launched.read()
         self.run.stats.verified_nodes += launched.num_nodes
         self.run.note_drafted(launched.drafted)
-        return self.take(session, outcome, is_committed=launched.late is not None)
-
-    def take(self, session: DraftSession, outcome: Outcome, is_committed: bool = False) -> Emitted:
-        """Give rows what a step has brought; what had been committed is now known to the host."""
-        outcome = outcome.readable()
+        if launched.scored is not None:
+            self.show(launched.scored, outcome)
         with self.run.stats.phase("commit"):
-            self.count(outcome)
-            if is_committed:
+            # A step commits the root and the accepted nodes; its bonus is the next root, not yet
+            # read. So the number of new tokens is also that of new positions.
+            pairs = zip(self.lengths, outcome.new_tokens, strict=True)
+            self.lengths = [old + len(new) for old, new in pairs]
+            if launched.late is not None:
                 self.cache.longest = max(self.lengths)
             else:
-                self.commit(outcome)
-                # After the cache: drafters with the target's own layers read it as it is now.
-                session.commit(outcome.committed(self.cache))
+                path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
+                self.commit(session, launched, path, max(self.lengths))
             # Before idle rows leave: the tokens stand in the order of the batch as it ran.
             emitted = self.run.take_step(outcome.new_tokens)
             if self.before_end is not None:
-                numbers = self.run.batch.running
-                rows = self.run.batch.rows
+                numbers, rows = self.run.running, self.run.rows
                 ended = [n in emitted and not rows[n].active for n in numbers]
                 self.before_end([place for place, ends in enumerate(ended) if ends])
             self.keep_active(session)
         return emitted
 
-    def verified(self, proposal: Proposal | None) -> Outcome:
-        """What a pass of the target accepts of a proposal; of none, a tree of the root alone."""
-        tree, output = self.scored(proposal)
-        self.run.note_drafted(drafted_tokens(proposal, len(self.lengths)))
-        with self.run.stats.phase("accept"):
-            accept = self.accept_nothing if proposal is None else self.accept
-            outcome = accept(tree, output)
+    def show(self, scored: Scored, outcome: Outcome) -> None:
+        """Give the scores of a pass to whoever wants them."""
+        (tree, output, scores), run = scored, self.run
         if self.watch is not None:
             self.watch(tree, output, outcome)
-        return outcome
+        if run.record is not None:
+            rows = torch.arange(len(scores), device=scores.device)[:, None]
+            on_path = rows, outcome.acceptance.path[:, : outcome.width]  # [B, P]
+            numbers, taken = run.active_numbers(), (output.logits[on_path], scores[on_path])
+            run.record.add(numbers, run.sampling, *taken, outcome.new_tokens)
 
-    def function_for(self, filler: TokenFiller) -> StepFunction:
-        """The target's step for trees that are filled like this, made once."""
-        known, key = self.target.functions, (self.features, filler)
-        if key not in known:
-            # Not replaced, should another thread have been quicker: graphs are made only once.
-            known.setdefault(key, StepFunction(self.target, *key))
-        found: StepFunction = known[key]
+    def step_function(self) -> StepFunction:
+        """The target's step that keeps these features, made once."""
+        functions, key = self.target.functions, (StepFunction, self.features)
+        if key not in functions:
+            # Not replaced, should another thread have been quicker: all is recorded only once.
+            functions.setdefault(key, StepFunction(self.target, self.features))
+        found: StepFunction = functions[key]
         return found
 
     def draws(self, depth: int) -> Draws | None:
-        """What the target's own tokens are drawn with, the same numbers as in plain decoding."""
+        """Settings and numbers of the target's own draws, the same as in plain decoding."""
         if self.run.random is None:
             return None
         # One more than the longest path: the bonus token is drawn as well.
@@ -310,6 +337,7 @@ class Stepper:
         with self.run.stats.phase("draft"):
             random = self.run.random if self.verifier.draws_children else self.next_draws(budget)
             session.wanted = wanted = self.run.wanted
+            session.forms = self.run.forms
             found = session.propose(budget, self.run.draft_sampling, random)
             kept = [own is None or bool(own) for own in wanted or ()]
             return found if wanted is None else only(found, kept)
@@ -319,18 +347,11 @@ class Stepper:
         return TokenTree.from_shape(ROOT, self.roots[:, None])
 
     def next_draws(self, budget: Budget) -> NextDraws | None:
-        """What a draft can know of the target's draws, under rules that follow these."""
+        """The part of the target's draws that a draft can know, under rules that follow these."""
         if self.run.random is None or not self.verifier.follows:
             return None
-        keys = self.run.random.ahead(max(1, budget.depth))
+        keys = self.run.random.ahead(max(1, budget.levels))
         return NextDraws(keys, self.settings(self.run.draft_sampling))
-
-    def scored(self, proposal: Proposal | None) -> tuple[TokenTree, TargetOutput]:
-        """The tree of a proposal, and a pass of the target over its nodes."""
-        tree = self.root_alone() if proposal is None else known(proposal)
-        self.run.stats.verified_nodes += tree.num_nodes
-        with self.run.stats.phase("verify"):
-            return tree, self.verify(tree)
 
     def verify(self, tree: TokenTree) -> TargetOutput:
         """One pass of the target over all nodes of a tree."""
@@ -341,46 +362,17 @@ class Stepper:
         tokens = tree.tokens.clamp_min(0)  # padding nodes are computed and never accepted
         return self.target.run(tokens, positions, mask, self.features, self.cache)
 
-    def accept(self, tree: TokenTree, output: TargetOutput) -> Outcome:
-        """Apply the rule to the target's scores, in the form that it reads."""
-        assert self.cache.lengths is not None
-        run, verifier, scores = self.run, self.verifier, output.logits
-        # Each node gets the penalties of its own path, as if the answer had ended there.
-        if self.processing is not None:
-            scores = self.processing.after_nodes(tree, scores)
-        reads_probs = verifier.reads == "probs"
-        read = probabilities(scores, run.sampling) if reads_probs else scores
-        accepted = verifier.rule(tree, read, run.random)
-        result = settled(tree, accepted, output.features, self.cache.lengths)
-        outcome = Outcome.of(result, to_host(result.table), is_moved=False)
-        if run.record is not None:
-            rows = torch.arange(len(scores), device=scores.device)[:, None]
-            on_path = rows, accepted.path[:, : outcome.width]  # [B, P]
-            numbers = run.batch.active_numbers()
-            taken = output.logits[on_path], scores[on_path]
-            run.record.add(numbers, run.sampling, *taken, outcome.new_tokens)
-        return outcome
-
-    def accept_nothing(self, tree: TokenTree, output: TargetOutput) -> Outcome:
-        """The outcome of a step without a draft, under any rule: the target's own next token."""
-        tokens = self.next_tokens(output.logits[:, 0])
-        alone = Acceptance(torch.zeros_like(tokens)[:, None], torch.ones_like(tokens), tokens)
-        assert self.cache.lengths is not None
-        result = settled(tree, alone, output.features, self.cache.lengths)
-        return Outcome.of(result, to_host(result.table), is_moved=False)
-
-    def count(self, outcome: Outcome) -> None:
-        """Add what a step has brought to the lengths of rows."""
-        pairs = zip(self.lengths, outcome.new_tokens, strict=True)
-        # A step commits the root and the accepted nodes; its bonus is the next root, not yet read.
-        # So the number of new tokens is also that of new positions.
-        self.lengths = [old + len(new) for old, new in pairs]
-
-    def commit(self, outcome: Outcome) -> None:
-        """Keep the accepted path in the cache; the token after it is the next root."""
-        path = None if outcome.in_place else outcome.acceptance.path[:, : outcome.width]
-        self.cache.commit(path, outcome.committed_lengths, max(self.lengths))
-        self.roots = outcome.acceptance.bonus
+    def commit(
+        self, session: DraftSession, launched: Launched, path: torch.Tensor | None, longest: int
+    ) -> None:
+        """Keep the accepted path [B, P] of a step, None where it lies in place: no row is longer
+        than `longest` then. The token after it is the next root.
+        """
+        self.cache.commit(path, launched.result.committed, longest)
+        # After the cache: drafters with the target's own layers read it as it is now.
+        committed = launched.committed(self.cache)
+        self.roots = committed.ends.roots
+        session.commit(committed)
 
     def keep_active(self, session: DraftSession) -> None:
         """Take rows that have ended out of the running batch, once many are idle.
@@ -390,26 +382,25 @@ class Stepper:
         """
         places = self.run.drop_idle(self.target.memory.size)
         if places is None:
-            active = [row.active for row in self.run.batch.running_rows()]
+            active = [row.active for row in self.run.running_rows()]
             places = shortened(self.lengths, active)
         if places is not None:
             self.ahead = None  # the next step is another one, or there is none
             if places:
                 self._go_on_with(places, session)
 
-    def fill_up(self, session: DraftSession) -> int:
-        """Let rows that have ended make the batch a power of two; returns how many were added.
+    def fill_up(self, session: DraftSession) -> None:
+        """Let rows that have ended make the batch a power of two.
 
         Where steps are recorded each number of rows would ask for recordings of its own.
         """
         rows = len(self.lengths)
         missing = self.target.memory.size(rows) - rows
         if not missing or not self.in_one_call:
-            return 0
+            return
         places = [*range(rows), *[min(range(rows), key=self.lengths.__getitem__)] * missing]
         self.run.add_idle(places[rows:])
         self._go_on_with(places, session)
-        return missing
 
     def _go_on_with(self, places: Sequence[int], session: DraftSession) -> None:
         """Go on with the rows at these places; one that comes twice goes on in two ways."""
@@ -429,8 +420,6 @@ class Stepper:
         self.lengths = joined(self.lengths, other.lengths, order)
         self.cache.join_rows(other.cache, order, max(self.lengths))
         self.roots = joined(self.roots, other.roots, order)
-        if self.processing is not None and other.processing is not None:
-            self.processing.join(other.processing, order)
         self.run.join(other.run, order)
 
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from drafthead.core.sampling import RowSampling
-from drafthead.core.trees.guesses import Guesses
-from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.guesses import Guesses, Proposal
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.planning.planner import EVERYTHING, Mix, Planner, Propose
 
@@ -25,7 +24,7 @@ class Kept(NamedTuple):
 
 @cache
 def group_of_hosts() -> dist.ProcessGroup | None:
-    """What decisions are sent through: never the GPUs, which have other things to do."""
+    """The group that decisions are sent through: never the GPUs, which have other things to do."""
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
@@ -52,7 +51,7 @@ class AgreedPlan(Planner):
         return proposal
 
     def _followed(self, propose: Propose) -> Proposal | None:
-        """What the first process verifies, of what it asks for."""
+        """The proposal that the first process verifies, of those that it asks for."""
         last: Proposal | None = None
         while isinstance(message := self._sent(None), Budget):
             last = propose(message)

@@ -1,4 +1,4 @@
-"""What drafts bring, learnt while decoding: of those that cost passes, and of free ones."""
+"""Acceptance, learnt while decoding, of drafts that cost passes and of free ones."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafthead.core.trees.guesses import GuessTree
-from drafthead.core.trees.tree import Budget
+from drafthead.core.trees.tree import Budget, Free
 
 Size = Budget | None  # None: a step without a draft
 Table = NDArray[np.float64]
@@ -21,8 +21,8 @@ BINS = 16  # equal parts of [0, 1] in which guesses are judged apart
 FIRST_WEIGHT = 16.0  # guesses as which the first belief counts, in each bin: that guesses are true
 
 
-class Acceptance:
-    """How deep drafts of each size go, and how deep they are accepted.
+class DraftAcceptance:
+    """The depths that drafts of each size have, and those to which they are accepted.
 
     A draft that may stop early brings a token of depth 3 if it goes that far and is right that far.
     The two are learnt apart: what was not drafted was not refused. Old steps fade exponentially.
@@ -39,7 +39,7 @@ class Acceptance:
         self.chances = np.zeros((len(sizes), depths))  # [S, D]
         for size in drafts:
             self.chances[self.places[size], : len(size.chances)] = size.chances
-        levels = [size for size in drafts if size.depth]
+        levels = [size for size in drafts if not isinstance(size, Free)]
         grows = all((size.nodes - 1) % size.depth == 0 for size in levels)
         # Drafters that grow level by level guess chains and trees by other means.
         self.kinds = np.array([int(grows and is_tree(size)) for size in sizes])  # [S]
@@ -70,7 +70,7 @@ class Acceptance:
         return np.asarray(1 + self.reached().sum(-1))
 
     def reached(self) -> Table:
-        """How often steps of each size are accepted to depth 1, 2, ... [S, D].
+        """The share of steps of each size that are accepted to depth 1, 2, ... [S, D].
 
         Each chance is raised to the power log(observed) / log(expected) of the shares so far. Where
         10 drafts of 20 were expected to be accepted and 5 were, 0.5 becomes 0.25 and 0.8 becomes
@@ -90,7 +90,7 @@ class Acceptance:
         return np.minimum.accumulate(found, axis=-1)
 
     def seconds(self, seconds: Table) -> Table:
-        """What steps of each size take on average [S], by the seconds [S] of whole drafts.
+        """The mean seconds of a step of each size [S], by the seconds [S] of whole drafts.
 
         If drafts of 1, 2 and 3 levels take 1.2, 1.3 and 1.4 seconds, and half of them go on after
         the first level and all after the second, the three sizes take 1.2, 1.25 and 1.3.
@@ -145,7 +145,7 @@ def by_depth(size: Budget) -> tuple[int, int]:
 
 def is_tree(size: Size) -> bool:
     """Whether a draft of a size has more than one node a level."""
-    return size is not None and size.nodes > size.depth + 1
+    return size is not None and size.nodes > size.levels + 1
 
 
 def share_that_reached(accept_lengths: Sequence[int], depths: int) -> Table:
@@ -155,7 +155,7 @@ def share_that_reached(accept_lengths: Sequence[int], depths: int) -> Table:
 
 
 class Calibration:
-    """How often guesses came true, by their size, in 16 bins.
+    """The share of guesses that came true, by their size, in 16 bins.
 
     Where guesses of about 0.6 add up to 10 and 5 of them came true, 0.6 becomes 0.3. Several
     threads may teach it; if one addition overwrites another, little is lost.
@@ -166,7 +166,7 @@ class Calibration:
         self.accepted = list(self.guessed)
 
     def __call__(self, guess: float) -> float:
-        """What a guess in [0, 1] comes true at."""
+        """The probability that a guess in [0, 1] comes true."""
         place = bin_of(guess)
         return min(1.0, guess * self.accepted[place] / self.guessed[place])
 

@@ -1,7 +1,7 @@
 """Drafts that pay: how large a tree to ask for at each step, and what of a free one to keep.
 
 A tree of N nodes is worth its time when the tokens that it is expected to bring outweigh the longer
-pass. Both are beliefs that every step corrects: seconds in `StepCosts`, tokens in `Acceptance`,
+pass. Both are beliefs that every step corrects: `StepCosts` of time, `DraftAcceptance` of tokens,
 which begins with what was measured when the drafter was trained. Nothing is timed before decoding.
 
 Free drafts, such as those of lookup, come first. They cost no pass, so the plan sees them, with the
@@ -30,12 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafthead.core.sampling import RowSampling
-from drafthead.core.trees.guesses import Guesses
-from drafthead.core.trees.recipe import Proposal
-from drafthead.core.trees.tree import Budget, free_budget
+from drafthead.core.trees.guesses import Guesses, Proposal
+from drafthead.core.trees.tree import Budget, Free, free_budget
 from drafthead.infer.planning.draft_acceptance import (
-    Acceptance,
     Calibration,
+    DraftAcceptance,
     Size,
     Table,
     Weighed,
@@ -59,13 +58,13 @@ HOPELESS = 0.8  # of the best size's promised tokens a second: larger sizes are 
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """How often an `AdaptivePlan` decides, what it demands and tries, and how long it remembers."""
+    """Settings of an `AdaptivePlan`: how often it decides, what it demands, tries and remembers."""
 
     # Steps of a run: all of one size, then the plan chooses again. Choosing costs time, so not at
     # every step.
     run_steps: int = 4
     # Steps at the beginning of a run of another size than the last that are not timed: they find
-    # the CPU caches full of the other size's data, and may compile a graph.
+    # the CPU caches full of the other size's data, and may record a pass.
     settling_steps: int = 2
     # Ratio of tokens per second that a larger tree must promise over a smaller one, and any tree
     # over plain decoding. The best of many estimates is seldom as good as it looks, and wide passes
@@ -105,7 +104,7 @@ class Planner(ABC):
 
     @abstractmethod
     def draft(self, propose: Propose, ahead: bool = False) -> Proposal | None:
-        """What the next step verifies, of what `propose` makes; None for a step without a draft.
+        """The proposal for the next step, made by `propose`; None for a step without a draft.
 
         `ahead` where a step before it is not learnt from yet; see `knows_next`.
         """
@@ -150,7 +149,7 @@ NO_DRAFTS = FixedPlan(None)
 
 @dataclass(frozen=True)
 class Prices:
-    """What free drafts are weighed by during a run; costs are in plain steps."""
+    """Costs, in plain steps, by which free drafts are weighed during a run."""
 
     free: Sequence[float]  # of a step of each free size, as far as known
     dearest: Sequence[float]  # the same, on the cautious side
@@ -187,11 +186,11 @@ class AdaptivePlan:
     def __init__(self, costs: StepCosts, settings: PlannerSettings = DEFAULT_SETTINGS):
         """For the sizes of `costs`, which may be shared with other plans."""
         self.costs, self.settings, self.sizes = costs, settings, costs.sizes
-        self.acceptance = Acceptance(self.sizes)
-        self.free = [size for size in self.sizes if size is not None and not size.depth]
+        self.acceptance = DraftAcceptance(self.sizes)
+        self.free: list[Budget] = [size for size in self.sizes if isinstance(size, Free)]
         self.free_places = [costs.places[size] for size in self.free]
         # Sizes that runs may have; where all drafts are free, those that `best` compares.
-        self.asked_for = np.array([size is None or size.depth > 0 for size in self.sizes])
+        self.asked_for = np.array([not isinstance(size, Free) for size in self.sizes])
         self.compared = self.asked_for if self.asked_for.sum() > 1 else self.asked_for | True
         self.calibration = Calibration()  # of free drafts
         # Plain steps that may still be lost: by drafts against plain decoding, and by trials
@@ -277,7 +276,7 @@ class AdaptivePlan:
         return tried, tried is not None
 
     def next_run(self, last: Run | None) -> Run:
-        """What to do after a run in the same decoding, if there was one."""
+        """The run after a run in the same decoding, if there was one."""
         with self.costs.lock:
             if self.costs.is_guess:  # what drafts are compared with comes first
                 return Run(None, False, False, None)
@@ -290,8 +289,8 @@ class AdaptivePlan:
         """Learn from a run, which the end of an answer may have cut short."""
         with self.costs.lock:
             for made, lengths in zip(run.made, run.accept_lengths, strict=True):
-                # Free drafts (depth 0) are judged by their scores, in `record_free`.
-                if made is not None and made.depth:
+                # Free drafts are judged by their scores, in `record_free`.
+                if made is not None and not isinstance(made, Free):
                     self.acceptance.add(run.size, made, lengths)
             # After a change of size the processor's caches hold what the other size read.
             first = 0 if run.continued else self.settings.settling_steps
@@ -314,7 +313,7 @@ class AdaptivePlan:
                 self.calibration.add_depths(whole.guesses, length)
 
     def _prices(self, size: Size) -> Prices:
-        """What free drafts are weighed by beside drafts of a size."""
+        """Costs by which free drafts are weighed beside drafts of a size."""
         log_seconds, place = self.log_seconds(), self.costs.places[size]
         ratios = np.exp(log_seconds - log_seconds[0])
         caution = np.exp(self.settings.caution * self.costs.deviations_from(None))
@@ -371,7 +370,7 @@ class AdaptivePlan:
     def _settle_accounts(self, run: Run) -> None:
         """Add a share of the run's time, and subtract what the run has lost.
 
-        Its time is what such steps are believed to take now: steps that have compiled a graph, or
+        Its time is what such steps are believed to take now: steps that have recorded a pass, or
         that something else on the machine has held up, are no loss of the draft's.
         """
         settings, took = self.settings, np.exp(self.costs.log_seconds).tolist()

@@ -1,4 +1,4 @@
-"""What steps of each size take, as a belief that real steps correct.
+"""Costs of steps of each size, as a belief that real steps correct.
 
 The belief is a normal distribution over the logarithms of the seconds of all sizes at once. Sizes
 vary together: all of them when the machine becomes slower, large trees more than small ones when
@@ -14,7 +14,7 @@ from threading import RLock
 import numpy as np
 import torch
 
-from drafthead.core.trees.tree import Budget
+from drafthead.core.trees.tree import Budget, Free
 from drafthead.infer.planning.draft_acceptance import Size, Table
 
 # The guess for a machine that nobody has seen: a step with a draft takes DRAFT plain steps more
@@ -116,13 +116,13 @@ class StepCosts:
         self.mean = self.mean - (1 - share) * np.maximum(self.mean - as_guessed, 0)
 
     def deviations_from(self, size: Size) -> Table:
-        """How unsure the ratio of each size's seconds to those of `size` is: deviations [S]."""
+        """Deviations [S] of the ratio of each size's seconds to those of `size`."""
         place = self.places[size]
         variances = np.diag(self.covariance) + self.covariance[place, place]
         return np.sqrt(np.maximum(variances - 2 * self.covariance[place], 0))
 
     def lessons(self, size: Size) -> Table:
-        """How far a run of each size would move its ratio to `size`: deviations [S].
+        """Deviations [S] by which a run of each size would move its ratio to `size`.
 
         Nothing is learnt from a size that was just seen, even if little is known of the other one.
         """
@@ -160,25 +160,25 @@ def guessed_ratio(size: Size, node: float) -> float:
     """Seconds of a step over those of a plain one, for a machine that nobody has seen."""
     if size is None:
         return 1.0
-    return 1 + DRAFT + node * (size.nodes - 1) + LEVEL * size.depth
+    return 1 + DRAFT + node * (size.nodes - 1) + LEVEL * size.levels
 
 
 def guessed_node(device: torch.device, rows: int) -> float:
-    """What each node of so many rows is guessed to cost on a device, in plain steps."""
+    """The guessed cost of each node of so many rows on a device, in plain steps."""
     return NODE if device.type == "cpu" else min(NODE, NODE_ON_GPU * rows)
 
 
 def guessed_covariance(sizes: Sequence[Size]) -> Table:
-    """How far the guess may be off, and how far alike: the covariance [S, S] of log seconds.
+    """The covariance [S, S] of log seconds: how far the guess may be off, and how far alike.
 
     It grows with the nodes as a random walk does: 8 and 16 nodes share what makes 8 dear, and each
     doubling adds something of its own. Likewise for levels.
     """
     drafts = np.array([size is not None for size in sizes], float)
-    are_free = np.array([size is not None and not size.depth for size in sizes])
+    are_free = np.array([isinstance(size, Free) for size in sizes])
     same = np.equal.outer(are_free, are_free).astype(float)  # those that cost passes cost alike
     doublings = np.log2([size.nodes if size else 1 for size in sizes])
-    levels = np.array([size.depth if size else 0 for size in sizes], float)
+    levels = np.array([size.levels if size else 0 for size in sizes], float)
     return np.asarray(
         ALL_DEVIATION**2
         + DRAFT_DEVIATION**2 * np.outer(drafts, drafts) * same

@@ -1,4 +1,4 @@
-"""Which options of transformers' `GenerationConfig` are applied, and which are refused by name.
+"""Options of transformers' `GenerationConfig`: some are applied, others refused by name.
 
 An ignored penalty is a wrong answer that looks right. So penalties, n-grams and suppressed tokens
 that are left unset come from the model's own `generation_config.json`, as in `model.generate`. How
@@ -18,7 +18,15 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.settings import Flag, Integer, Number, checked, names_of, settings
+from drafthead.core.settings import (
+    CountPenalty,
+    Flag,
+    Integer,
+    RepetitionPenalty,
+    checked,
+    names_of,
+    settings,
+)
 from drafthead.infer.request.request import BeamOptions, DecodeOptions, TokenIds, tokens_of
 from drafthead.infer.request.values import integer
 
@@ -51,21 +59,21 @@ class Processors:
     exponential_decay_length_penalty: Any = None
     forced_bos_token_id: TokenIds | None = None
     forced_eos_token_id: TokenIds | None = None
-    frequency_penalty: Number | None = None
+    frequency_penalty: CountPenalty | None = None
     min_length: Integer | None = None
     min_new_tokens: Integer | None = None
     no_repeat_ngram_size: Integer | None = None
-    presence_penalty: Number | None = None
+    presence_penalty: CountPenalty | None = None
     remove_invalid_values: Flag | None = None
     renormalize_logits: Flag | None = None
-    repetition_penalty: Number | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     sequence_bias: Any = None
     suppress_tokens: SeveralTokens | None = None
 
 
 @settings
 class WithoutEffect:
-    """How transformers computes, and what only encoders and padding need: no answer depends on
+    """Options about how transformers computes, and about encoders and padding: no answer depends on
     these.
     """
 
@@ -133,7 +141,7 @@ def set_options(config: GenerationConfig) -> dict[str, Any]:
 
 
 def own_settings(own: GenerationConfig) -> dict[str, Any]:
-    """What of a model's own generation config is applied to its answers."""
+    """The part of a model's own generation config that is applied to its answers."""
     return {key: value for key, value in set_options(own).items() if key in OWN}
 
 
@@ -157,7 +165,7 @@ def with_own_settings(
 
 
 def left_out_of(own: GenerationConfig, applied: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a model's own settings is neither applied nor without effect."""
+    """Names of a model's own settings that are neither applied nor without effect."""
     heeded = WITHOUT_EFFECT | {"eos_token_id", "forced_bos_token_id"} | applied.keys()
     neutral = {"top_p": 1.0, "temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     return {
@@ -242,7 +250,7 @@ def refuse_unprepared(config: GenerationConfig) -> None:
 
 
 def sampling_from(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> SamplingConfig:
-    """How to sample, from a config's options and from a call's arguments, which win.
+    """The sampling of a config's options and of a call's arguments, which win.
 
     Greedy unless the argument `temperature` or the config's `do_sample` asks for sampling. Raises
     UserError when the config sets sampling options without `do_sample`.

@@ -15,8 +15,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.core.errors import UserError
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-# Whose messages templates print as they are; of answers some leave a part out on purpose.
-PRINTED = ("system", "developer", "user")
 OF_TOOLS = ("tool", "function", "ipython")  # templates may print them in quotes
 MARK = "and so on"  # what is added to a text to see whether the template prints it
 READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\.get\(\s*['"]type['"]""")
@@ -162,20 +160,22 @@ def with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def complete(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str:
-    """What the chat template makes of messages; raises UserError where it leaves one out."""
+    """The chat template's text of messages; raises UserError where it leaves one out."""
 
     def write(each: Messages) -> str:
         return written(each, tokenizer, options)
 
     messages, text = as_template_reads(messages, write)
+    marked, end = dict[int, Mapping[str, Any]](), 0
+    for place, message in enumerate(messages):
+        said = text_in(message).strip()
+        found = text.find(said, end)  # after those of the messages before
+        end = found + len(said) if found >= 0 else end
+        # Some templates leave earlier answers out on purpose, though never their calls.
+        lost = found < 0 and message["role"] != "assistant"
+        if lost or message["role"] in OF_TOOLS or message.get("tool_calls"):
+            marked[place] = with_mark(message, f"[{MARK} {place}]")
     # What is not there as it is was perhaps changed on the way: one text with marks in all of them.
-    marked = {
-        place: with_mark(message, f"[{MARK} {place}]")
-        for place, message in enumerate(messages)
-        if (message["role"] in PRINTED and text_in(message).strip() not in text)
-        or message["role"] in OF_TOOLS
-        or message.get("tool_calls")
-    }
     shown = ""
     with suppress(UserError):
         shown = write([marked.get(n, each) for n, each in enumerate(messages)]) if marked else ""
@@ -184,8 +184,8 @@ def complete(
             continue
         other = [marked[n] if n == place else each for n, each in enumerate(messages)]
         if write(other) == text:
-            role = messages[place]["role"]
-            what = "calls of tools in the message" if role == "assistant" else "message"
+            role, calls = messages[place]["role"], messages[place].get("tool_calls")
+            what = "calls of tools in the message" if calls else "message"
             instead = ": give it the role 'system'" if role == "developer" else ""
             raise UserError(
                 f"the target's chat template writes nothing of the {what} of role {role!r}{instead}"
@@ -210,7 +210,7 @@ def text_in(message: Mapping[str, Any]) -> str:
 def written(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str:
-    """What the chat template makes of messages; raises UserError where it fails."""
+    """The chat template's text of messages; raises UserError where it fails."""
     try:
         text = str(tokenizer.apply_chat_template([*map(dict, messages)], **options))
         text.encode()  # half of a character cannot be tokenised

@@ -45,10 +45,6 @@ class AnswerPenalty(LogitsProcessor):
     """
 
     def __init__(self, prompt_length: int, frequency: float, presence: float):
-        """Raises UserError for a penalty outside [-2, 2], the range of those interfaces."""
-        for name, penalty in (("frequency_penalty", frequency), ("presence_penalty", presence)):
-            if not -2 <= penalty <= 2:
-                raise UserError(f"{name} must lie in [-2, 2], got {penalty}")
         self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -96,7 +92,7 @@ def build(
     limit: int,
     end_ids: frozenset[int],
 ) -> LogitsProcessorList:
-    """What `model.generate` would build for one prompt, without the warpers of sampling.
+    """The processors of `model.generate` for one prompt, without the warpers of sampling.
 
     Raises UserError for options that transformers refuses.
     """

@@ -167,7 +167,7 @@ def holds_something(value: object, name: str = "") -> bool:
 
 
 def kind_of(value: object) -> str:
-    """What a value is that is no prompt: its type, and the keys of a mapping."""
+    """A description of a value that is no prompt: its type, and the keys of a mapping."""
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {sorted(map(str, value))}"
     return type_of(value)

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from drafthead.core.drafting.form import AnswerForm
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import RowSampling, SamplingConfig
 from drafthead.core.settings import (
@@ -47,7 +48,7 @@ def stops_of(stops: object) -> tuple[str, ...]:
 
 
 def stopping_of(stopping: object) -> object:
-    """When a beam search ends."""
+    """The rule that ends a beam search."""
     if not isinstance(stopping, bool) and stopping != "never":
         raise ValueError('must be True, False or "never"')
     return stopping
@@ -97,8 +98,8 @@ EarlyStopping: TypeAlias = Annotated[bool | Literal["never"], BeforeValidator(st
 TokenIds: TypeAlias = Annotated[frozenset[int], BeforeValidator(tokens_of)]
 
 
-class Record(Protocol):
-    """What keeps the scores of tokens as steps commit them."""
+class TokenRecord(Protocol):
+    """A record of the scores of tokens as steps commit them."""
 
     def add(
         self,
@@ -154,7 +155,7 @@ class DecodeOptions:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     beams: BeamOptions | None = None  # None: no beam search
     # The acceptance rule. "auto" is a lossless one: `greedy` at temperature 0; above it `match`,
-    # or `traversal` with a draft model that is not compiled. Lossy ones are used only by name.
+    # or `traversal` with a draft model that is not recorded. Lossy ones are used only by name.
     verifier: Annotated[str, called("rule")] = "auto"
     rule_options: Mapping[str, Any] = field(default_factory=dict)  # of the rule, where given
     # A row's answer depends on its own seed alone: one seed for each row, or an int from which the
@@ -185,7 +186,7 @@ class DecodeOptions:
     # `model.generate` do.
     streamer: Annotated[BaseStreamer | None, SkipValidation] = None
     # Record the log-probability of each token, and those of the target's so many most probable ones
-    # beside it (0: of none). Steps are then not one graph with `compile`, only their passes are.
+    # beside it (0: of none). On a GPU steps are then not one graph, only their passes are.
     logprobs: Annotated[NotNegative, called("top_logprobs")] | None = None
     # Whether penalties, n-grams and suppressed tokens that are not given come from the model's own
     # generation_config.json, as in `model.generate`.
@@ -224,7 +225,7 @@ def at_temperature(sampling: SamplingConfig, temperature: float) -> SamplingConf
 
 @dataclass(frozen=True, kw_only=True)
 class Request(DecodeOptions):
-    """What to decode, and how: the options of a call with its prompts as token ids."""
+    """A call to decode: its options, with its prompts as token ids."""
 
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]  # most new tokens, for each prompt
@@ -236,23 +237,30 @@ class Request(DecodeOptions):
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
     draft_temperature: float | None = None  # at which children are drawn; None: as the target's
-    new_record: Callable[[], Record] | None = None  # of the scores of tokens; None: none is kept
+    new_record: Callable[[], TokenRecord] | None = None  # of tokens' scores; None: none is kept
     # What processors read before an answer where it is not the prompt: the prompt with padding.
     prefixes: Sequence[Sequence[int]] | None = None
     cache_salt: str = ""  # what was read is known to requests of the same salt alone
 
     @property
+    def in_form(self) -> bool:
+        """Whether an answer has to keep to a form."""
+        return any(
+            isinstance(each, AnswerForm) for processors in self.processors for each in processors
+        )
+
+    @property
     def sampling_by_row(self) -> Sequence[SamplingConfig]:
-        """How each prompt's answer is sampled."""
+        """The sampling of each prompt's answer."""
         return self.own_sampling or [self.sampling] * len(self.limits)
 
     @property
     def drafts_by_row(self) -> Sequence[frozenset[str] | None]:
-        """What may draft for each prompt's answer."""
+        """Names of what may draft for each prompt's answer."""
         return self.own_drafts or [self.drafts] * len(self.limits)
 
     def draft_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
-        """How a draft's logits become the distribution that children of such a row are drawn from.
+        """The sampling that turns a draft's logits into the distribution of such a row's children.
 
         Any distribution that is known before the draw keeps the output exact.
         """

@@ -1,4 +1,4 @@
-"""Where an answer ends: end tokens, stop strings and transformers' stopping criteria.
+"""Ends of answers: end tokens, stop strings and transformers' stopping criteria.
 
 Strings and criteria are asked on the host after every committed token, in order, as plain decoding
 would ask them. What a longer step has committed after the end is dropped.
@@ -37,7 +37,7 @@ def stops_for(
     tokenizer: PreTrainedTokenizerBase | None,
     prompts: Sequence[Sequence[int]],
 ) -> list["Stop"]:
-    """What may stop the answer to each prompt; an empty list when nothing was asked for.
+    """The stop of the answer to each prompt; an empty list when nothing was asked for.
 
     A stop string ends the answer with the token that completes it. As in transformers that token
     is kept whole, with any text after the string. Raises UserError for stop strings that the
@@ -86,7 +86,7 @@ class Stop:
         self.text = GrowingText(prompt if others else ())
 
     def __call__(self, token: int) -> FinishReason | None:
-        """Why the answer ends with this token, which follows those given before; None: it goes on.
+        """The reason to end with this token, which follows those given before; None: it goes on.
 
         The criteria get ids [1, T] and no scores.
         """

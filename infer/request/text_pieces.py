@@ -16,7 +16,7 @@ def texts_of(
     skip_special: bool = True,
     after: Sequence[Sequence[int]] | None = None,
 ) -> list[str]:
-    """What each sequence of token ids adds to the text of its prompt in `after`.
+    """The text that each sequence of token ids adds to that of its prompt in `after`.
 
     Without prompts each is a text by itself, whose first space some tokenizers strip. Special
     tokens are left out unless they are wanted. Bytes that are no character become U+FFFD. Spaces
@@ -113,7 +113,7 @@ class GrowingAnswer:
         return piece[seen:]
 
     def rest(self) -> str:
-        """What is left at the end: a character that is incomplete then becomes U+FFFD."""
+        """The rest at the end: a character that is incomplete then becomes U+FFFD."""
         [text] = texts_of([self._tokens], self.tokenizer, self.skip_special)
         return text[max(self._start, self._given) :]
 

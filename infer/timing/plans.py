@@ -22,7 +22,6 @@ from drafthead.core.storage.disk_cache import cache_folder, read_cached, write_c
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.machine import describe_machine, describe_versions
 from drafthead.infer.planning.draft_acceptance import Table, is_tree
 from drafthead.infer.planning.planner import (
     DEFAULT_SETTINGS,
@@ -33,6 +32,7 @@ from drafthead.infer.planning.planner import (
     Planner,
 )
 from drafthead.infer.planning.step_costs import StepCosts, guessed_node
+from drafthead.infer.timing.machine import describe_machine, describe_versions
 from drafthead.infer.verifiers import Verifier, rule_of_rows
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ FEWEST_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class StepKind:
-    """What the time of a step depends on, besides its size, the models and the machine."""
+    """The kind of a step: all that its time depends on but its size, the models and the machine."""
 
     rule: str
     rows: int  # see `rows_that_share`; those that run now, of a batch that grows and shrinks
@@ -62,11 +62,11 @@ class StepKind:
         request = run.request
         name = rule.name if request.beams is None else f"{request.beams.num_beams} beams"
         filters, processors = not run.sampling.whole, bool(request.processors)
-        rows, columns = rows_that_share(run.rows), columns_that_share(run.columns)
+        rows, columns = rows_that_share(run.num_rows), columns_that_share(run.columns)
         return cls(name, rows, filters, processors, columns)
 
     def distance(self, other: "StepKind") -> float:
-        """How much another kind differs: 1 for each property, or each doubling of a number."""
+        """The distance of another kind: 1 for each property, or each doubling of a number."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return sum(abs(math.log2(a / b)) if type(a) is int else a != b for a, b in pairs)
 
@@ -86,7 +86,7 @@ def columns_that_share(columns: int) -> int:
 
 
 class Plans:
-    """What a decoder has learnt about its steps: costs by kind, acceptance also by temperature.
+    """A decoder's knowledge of its steps: costs by kind, acceptance also by temperature.
 
     Several threads may ask and learn at once.
     """
@@ -100,7 +100,7 @@ class Plans:
 
     @cached_property
     def file(self) -> Path:
-        """Where costs are kept for later processes."""
+        """The file of costs for later processes."""
         return costs_file(self.target, self.drafter)
 
     @cached_property
@@ -118,7 +118,7 @@ class Plans:
         left out.
         """
         *_, last = budgets = self.drafter.budgets
-        sizes = [size for size in budgets if size.depth or not last.depth]
+        sizes = [size for size in budgets if size.levels or not last.levels]
         if not is_tree(last):  # children are drawn in chains
             sizes = [size for size in sizes if not is_tree(size)]
         return AdaptivePlan(StepCosts(sizes)).best()
@@ -128,7 +128,7 @@ class Plans:
         return StepCosts(self.drafter.budgets, guessed_node(self.target.device, kind.rows))
 
     def costs(self, kind: StepKind) -> StepCosts:
-        """What is known of a kind; at first what is known of the most similar one, if any is."""
+        """The costs of a kind; at first those of the most similar one, if any are known."""
         with self.lock:
             if kind not in self.by_kind:
                 costs = self._unknown(kind)
@@ -166,7 +166,7 @@ class Plans:
             return self.plans[key]
 
     def planner(self, kind: StepKind, temperature: float | None) -> Planner:
-        """What chooses the sizes of one decoding."""
+        """The planner of the sizes of one decoding."""
 
         def plan_at(rows: int, columns: int, sampling: RowSampling, mix: Mix) -> AdaptivePlan:
             """The plan of the same decoding with so many rows and columns, sampled like this."""
@@ -211,7 +211,7 @@ def differs(found: Table, kept: Table | None) -> bool:
 
 
 def costs_file(target: Target, drafter: Drafter) -> Path:
-    """Where the costs of these models' steps on this machine are kept."""
+    """The file of the costs of these models' steps on this machine."""
     about = [
         COSTS_VERSION,
         describe_machine(),
@@ -221,14 +221,14 @@ def costs_file(target: Target, drafter: Drafter) -> Path:
         type(target).__name__,
         target.backend.kernels,
         repr(drafter),
-        [(budget.nodes, budget.depth) for budget in drafter.budgets],
+        [(budget.nodes, budget.levels) for budget in drafter.budgets],
     ]
     digest = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode()).hexdigest()
     return cache_folder("step_costs") / f"{digest[:16]}.json"
 
 
 def read_costs(path: Path, unknown: Callable[[StepKind], StepCosts]) -> dict[StepKind, StepCosts]:
-    """What was kept of each kind of steps; nothing, with a warning, if the file is damaged.
+    """The kept costs of each kind of steps; none, with a warning, if the file is damaged.
 
     `unknown(kind)` is what is guessed of a kind.
     """

@@ -16,10 +16,10 @@ from tqdm import trange
 
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.loop import decode
+from drafthead.infer.engine.loop import Decoding
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.planning.draft_acceptance import Size
 from drafthead.infer.planning.planner import Planner, Propose
@@ -147,8 +147,8 @@ def make_steps(
     longer = replace(request, limits=[limit] * len(request.prompts))
     run = BatchRun(longer, target.device)
     stepper = Stepper(target, run, drafter.features, rule, most)
-    steps = decode(stepper, drafter, visits)
-    next(steps)  # the prompt
+    decoding = Decoding(stepper, drafter, visits, recall=lambda: None)
+    decoding.begin()
     # The bar shows when it takes longer than a few seconds.
     for _ in trange(len(visits.sizes), desc="timing steps", unit="step", delay=3, leave=False):
-        next(steps)
+        decoding.step()

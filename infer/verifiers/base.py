@@ -1,4 +1,4 @@
-"""What an acceptance rule is, and the registry of rules.
+"""Acceptance rules and their registry.
 
 A rule returns the path of a token tree that is accepted, and the token after it. Rules are pure
 functions on tensors: they know no model and no cache. `scores` are the target's logits for rules
@@ -84,7 +84,6 @@ class Verifier:
 LOSSY = "drafthead.contrib.lossy_rules"
 VERIFIERS = Registry[Verifier](
     {
-        "distance": f"{LOSSY}.stern",
         "lenient": f"{LOSSY}.lenient",
         "top_k": f"{LOSSY}.stern",
         "typical": f"{LOSSY}.typical",

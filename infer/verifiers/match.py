@@ -19,7 +19,7 @@ def match(
     Each token is drawn with the numbers that plain decoding would use: the same seed gives the same
     text with any drafter and tree, and without one. A draft may read these numbers beforehand, as
     `NextDraws`: it cannot change the target's draw, only guess it more often. This walks down from
-    the root and draws only the tokens that it needs; so does the kernel of compiled steps.
+    the root and draws only the tokens that it needs.
     """
     assert random is not None
     keys = random.ahead(tree.max_depth + 1)  # [B, depth + 1]

@@ -1,4 +1,4 @@
-"""What is left of the target after refused children: the arithmetic of rejection and traversal.
+"""The rest of the target after refused children: the arithmetic of rejection and traversal.
 
 The children of a node were drawn without replacement. They are tried in the order of the draw:
 child x is accepted with probability min(1, target(x) / draft(x)), and if it is refused
@@ -25,7 +25,7 @@ from drafthead.core.trees.tree import PADDING, TokenTree
 
 @dataclass(frozen=True)
 class Refusals:
-    """What is left after the children of every node were tried and all of them refused.
+    """The rest after the children of every node were tried and all of them refused.
 
     Refusals subtract draft probabilities alone, so outside the draft's support the target keeps its
     proportions: k numbers describe what is left of V.
@@ -99,7 +99,7 @@ class DrawnChildren:
 
 
 def earlier_siblings(tree: TokenTree) -> torch.Tensor:
-    """Which nodes [B, N, N] (columns) are tried before a node (row) under the same parent.
+    """Marks [B, N, N] of the nodes (columns) that are tried before a node (row) under its parent.
 
     For parents (-1, 0, 0, 1, 0) row 4 holds 1 and 2. Padding is never tried.
     """

@@ -51,7 +51,7 @@ def traversal(
 
 
 def turns(tree: TokenTree, earlier: torch.Tensor) -> torch.Tensor:
-    """When each node [B, N] is tried: after its subtree and those of earlier siblings.
+    """The turn [B, N] of each node: after its subtree and those of earlier siblings.
 
     Parents (-1, 0, 0, 1, 1) are the tree 0 (1 (3 4) 2), tried in the order 3 4 1 2 0: the turns of
     nodes 0 to 4 are 4, 2, 3, 0, 1. `earlier` [B, N, N] is that of `earlier_siblings`.

@@ -13,8 +13,15 @@ import torch
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.infer import Decoder
-from drafthead.infer.machine import free_memory
-from drafthead.lab.building.budget import AT_ONCE, Speeds, division
+from drafthead.infer.timing.machine import free_memory
+from drafthead.lab.building.budget import (
+    AT_ONCE,
+    HELD_OUT,
+    INVENTING,
+    LEAST,
+    Speeds,
+    division,
+)
 from drafthead.lab.building.folder import BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import (
     HeldOut,
@@ -40,12 +47,13 @@ BATCH, MOST_BATCH = 32, 256  # prompts answered at a time: at least, and on a la
 # cache in use there may be two that it has left, and the one that it moves into.
 COPIES = 2 * 4
 WINDOWS = 8  # that the time for answers and learning has room for, at least
-INVENTING = 0.2  # of the time for all, for the held-out prompts; of what is left, for a window's
 
 
 def rows_at_once(decoder: Decoder) -> int:
-    """How many prompts a target answers at a time: where passes are recorded, on a GPU, a power of
-    two of those whose caches free memory holds.
+    """The number of prompts that a target answers at a time.
+
+    Where passes are recorded, on a GPU, it is the largest power of two whose caches fit into the
+    free memory.
     """
     target = decoder.target
     if not target.memory.is_recorded:
@@ -55,7 +63,7 @@ def rows_at_once(decoder: Decoder) -> int:
     return 1 << (min(max(fit, BATCH), MOST_BATCH).bit_length() - 1)
 
 
-class Answering:
+class BuildAnswers:
     """Prompts and answers of a build."""
 
     def __init__(self, choices: Choices, folder: BuildFolder):
@@ -91,8 +99,8 @@ class Answering:
         """Prompts, parted."""
         chosen = self.choices
         if chosen.prompts:
-            given = part_given(chosen.prompts, chosen.minutes, chosen.seed, self.files)
-            return {"given": given}
+            given, said = part_given(chosen.prompts, chosen.minutes, chosen.seed, self.files)
+            return {"given": given, "said": said}
         held = HeldOut.of(chosen.minutes, None)
         try:
             self._invent(held.both, 60 * chosen.minutes * INVENTING)
@@ -143,20 +151,43 @@ class Answering:
             f"--prompts {quote(str(prompts))} --output {quote(str(output))}"
         )
 
+    def _distil_until(self, ends: float, prompts: Path, output: Path) -> DistillReport:
+        """Answers to as many of a file's first prompts as there is time for, and at least LEAST."""
+        total = len(read_rows(prompts))
+        wanted = min(total, max(LEAST, len(read_rows(output))))
+        while True:
+            began = time.monotonic()
+            try:
+                report = self._distil(prompts, output, wanted)
+            except UserError:  # none of the first ones can be asked, or fits
+                if wanted == total:
+                    raise
+                wanted = min(total, 2 * wanted)
+                continue
+            each = (time.monotonic() - began) / max(1, report.written)
+            more = int((ends - time.monotonic()) / each) if report.written else LEAST
+            if wanted == total or more < 1:
+                return report
+            wanted = min(total, wanted + more)
+
     def answer_held_out(self) -> Facts:
-        """Answers to the held-out prompts; where prompts are invented, also about these answers."""
+        """Answers to held-out prompts; where prompts are invented, also about these answers."""
+        self.decoder()
         began, files = time.monotonic(), self.files
-        found = self._distil(files.held_out, self.held_out, None)
+        ends = began + 60 * self.choices.minutes * HELD_OUT
+        found = self._distil_until(ends, files.held_out, self.held_out)
         if not self.choices.prompts:
             add_about_texts(files.test, self.held_out, seed=-1)
             if add_about_texts(files.held_out, self.held_out, seed=-2):
-                found = self._distil(files.held_out, self.held_out, None)
-        lengths = found.statistics.lengths
+                found = self._distil_until(ends, files.held_out, self.held_out)
+        lengths, asked = found.statistics.lengths, len(read_rows(files.held_out))
+        there = found.statistics.rows
         return {
-            "answers": found.statistics.rows,
+            "said": [f"answers to {there} of {asked} held-out prompts"],
+            "answers": there,
             "length": sum(lengths) / len(lengths),
             "tokens_per_s": sum(lengths) / (time.monotonic() - began),
-            "by_hand": self._by_hand(files.held_out, self.held_out, found.statistics.rows),
+            "by_hand": self._by_hand(files.held_out, self.held_out, there),
         }
 
     def answer(self, seconds_left: Callable[[], float], view: View) -> Facts:
@@ -182,7 +213,8 @@ class Answering:
             if there and missing < length * self.rows / 2:
                 break
             window = min(missing, answering * left / WINDOWS) / length
-            wanted = there + self.rows * max(1, int(window / self.rows))
+            whole = self.rows * max(1, int(window / self.rows))
+            wanted = max(LEAST, there + min(whole, int(left * answering / length)))
             wanted = min(wanted, self._have_prompts(wanted, INVENTING * left))
             if wanted <= there:
                 break

@@ -1,7 +1,8 @@
-"""How the time of a build is divided: answers to learn from, learning, and measuring."""
+"""The division of a build's time: answers to learn from, learning, and measuring."""
 
 import math
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -12,6 +13,9 @@ REPEATS = 3.0
 MEASURING, LEAST_MEASURING, MOST_MEASURING = 0.3, 25.0, 900.0  # share of the time, seconds
 AT_ONCE = 1e12  # tokens a second, where nothing is to be learnt
 FEWEST_TOKENS = 10_000  # that a head must read, or none is trained
+INVENTING = 0.2  # of the time for all, for the held-out prompts; of what is left, for a window's
+HELD_OUT, TRYING = 0.15, 0.1  # of the time: for held-out answers, and for trying steps of training
+LEAST = 4  # answers and prompts of the race: a verdict needs so many, whatever they take
 FEWEST_STEPS = 200  # where there is time for fewer, steps have fewer rows
 
 
@@ -33,7 +37,7 @@ class Division:
 
     @property
     def worth(self) -> float:
-        """As many fresh tokens as teach the same."""
+        """The number of fresh tokens that teach as much."""
         if self.learnt <= self.answers:
             return self.learnt
         repeated = self.learnt / self.answers - 1
@@ -59,6 +63,14 @@ def division(seconds: float, speeds: Speeds, answered: float = 0.0) -> Division:
 def measuring_seconds(minutes: float) -> float:
     """Return what evaluation, race and report get of the time."""
     return float(np.clip(60 * minutes * MEASURING, LEAST_MEASURING, MOST_MEASURING))
+
+
+def minutes_for(seconds: float, used: float) -> int:
+    """The least minutes of a build that leave so many seconds to answers and learning.
+
+    `used` are the seconds that go to other stages.
+    """
+    return next(m for m in count(1) if 60 * m - used - measuring_seconds(m) >= seconds)
 
 
 def rows_of_steps(rows: int, tokens: float, a_row: float) -> int:

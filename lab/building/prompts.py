@@ -11,6 +11,8 @@ from typing import Any
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
 from drafthead.train.data.conversations import Conversation, read_conversations
+from drafthead.train.data.left_out import UnusableRowError
+from drafthead.train.distillation.dialogue import user_turns
 from drafthead.train.prompts.tasks import write_prompts
 
 FEWEST = 12  # prompts of which some can be held out
@@ -52,22 +54,35 @@ class HeldOut:
         return self.measured + self.raced
 
 
-def part_given(sources: Sequence[str], minutes: float, seed: int, files: PromptFiles) -> int:
-    """Part the prompts of some files into those of a build; how many there are to learn from.
+def part_given(
+    sources: Sequence[str], minutes: float, seed: int, files: PromptFiles
+) -> tuple[int, list[str]]:
+    """Part the prompts of some files into those of a build.
 
-    Prompts that are the same go together. Raises UserError for too few of them.
+    Returns how many there are to learn from, and a sentence about those that are left out, as they
+    go on with what another model has done. Prompts that are the same go together. Raises UserError
+    for too few of them.
     """
     rows: dict[str, Row] = {}
-    for source in sources:
-        for found in read_conversations(source):
-            rows[json.dumps(found.messages)] = row_of(found, f"given-{len(rows)}")
+    left_out: dict[str, UnusableRowError] = {}
+    for found in (found for source in sources for found in read_conversations(source)):
+        name = json.dumps(found.messages)
+        try:
+            user_turns(found)
+            rows[name] = row_of(found, f"given-{len(rows)}")
+        except UnusableRowError as error:
+            left_out[name] = error
     given = list(rows.values())
+    said = [
+        f"{len(left_out)} of {len(rows) + len(left_out)} prompts are left out: {error}"
+        for error in [*left_out.values()][:1]
+    ]
     random.Random(f"build-{seed}").shuffle(given)
     held = HeldOut.of(minutes, len(given))
     write_rows(files.test, given[: held.raced])
     write_rows(files.held_out, given[held.raced : held.both])
     write_rows(files.train, given[held.both :])
-    return len(given) - held.both
+    return len(given) - held.both, said
 
 
 def row_of(conversation: Conversation, name: str) -> Row:

@@ -4,7 +4,6 @@ A check is a function of an examination that is registered under its name; it re
 seen, whether that is a fault, and what to do about it.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.infer.decoder import decoder_for
-from drafthead.infer.loaded import head_drafter
+from drafthead.infer.loading.loaded import head_drafter
 from drafthead.lab.diagnosis.examination import Authorship, Examination, Patient
-from drafthead.lab.diagnosis.findings import Finding
+from drafthead.lab.diagnosis.findings import Checks, Finding
 from drafthead.lab.tree_sizes import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
@@ -38,19 +37,8 @@ MOST_LOST = 0.25  # of the accepted tokens that the training's own evaluation ha
 FEW_TOKENS = 1_000_000  # supervised in training
 FALL = 0.6  # of alpha at the depth before
 
-
-Check = Callable[[Examination], Finding | None]  # None where there is nothing to look at
-CHECKS: dict[str, Check] = {}
-
-
-def check(name: str) -> Callable[[Check], Check]:
-    """Register a check under the name of the fault that it finds."""
-
-    def register(function: Check) -> Check:
-        CHECKS[name] = function
-        return function
-
-    return register
+CHECKS = Checks[Examination]()
+check = CHECKS.add
 
 
 @check("answers of another model")
@@ -190,14 +178,14 @@ def outside_vocabulary(seen: Examination) -> Finding | None:
 
 @check("answers that were cut")
 def cut(seen: Examination) -> Finding:
-    """What comes late in answers is learnt from answers that were not cut."""
+    """Check for cut answers: what comes late in answers is learnt from whole ones."""
     tokenizer = seen.patient.target.tokenizer
     assert tokenizer is not None
     controls = special_ids(tokenizer)
     lasts = [int(s.input_ids[s.supervised][-1]) for s in seen.patient.answers]
     share = sum(last not in controls for last in lasts) / len(lasts)
     evidence = f"{share:.0%} of {len(lasts)} answers have no end"
-    remedy = "distil with a larger --max-new-tokens, train with a longer row"
+    remedy = "give `build` or `data distill` a larger --max-new-tokens, and train with a longer row"
     return Finding(evidence, remedy if share > MOST_CUT else None)
 
 
@@ -207,13 +195,13 @@ def loops(seen: Examination) -> Finding:
     texts = [s.input_ids[s.supervised].tolist() for s in seen.patient.answers]
     share = repeated_ngram_share(texts)
     evidence = f"{share:.0%} of 8-grams occurred before in the same answer"
-    remedy = "distil again: `drafthead data distill` ends such answers, prompt lookup drafts them"
+    remedy = "add --draft lookup, which drafts loops; `data distill` and `build` end the longest"
     return Finding(evidence, remedy if share > MOST_REPEATED else None)
 
 
 @check("training data among the answers")
 def overlap(seen: Examination) -> Finding | None:
-    """What a head was trained on says nothing about other text."""
+    """Check for training data among the answers: it says nothing about other text."""
     patient = seen.patient
     settings = patient.provenance.get("settings")
     data = settings.get("data", {}) if isinstance(settings, dict) else {}
@@ -293,7 +281,7 @@ def amount_of_training(seen: Examination) -> Finding | None:
 
 @check("depth at which acceptance falls")
 def falling(seen: Examination) -> Finding:
-    """Where guesses become much worse than those before, trees should be wide and not deep."""
+    """Check by depth: where guesses become much worse, trees should be wide and not deep."""
     alpha = seen.evaluation.alpha
     evidence = "alpha " + ", ".join(f"{value:.2f}" for value in alpha)
     for depth, (before, after) in enumerate(pairwise(alpha), 2):
@@ -306,7 +294,7 @@ def falling(seen: Examination) -> Finding:
 
 
 def planner_of(patient: Patient) -> Finding:
-    """What the planner takes for one user, by what steps cost on this machine."""
+    """The planner's choice for one user, by what steps cost on this machine."""
     drafter = head_drafter(patient.head, patient.target)
     decoder = decoder_for(patient.target, drafter, None, compile=None)
     plan = measured_plan(decoder, batch=1, temperature=0.0, fresh=False)

@@ -1,4 +1,4 @@
-"""What one reading of answers tells about a head, its target and the answers themselves."""
+"""One reading of answers, for facts about a head, its target and the answers themselves."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from drafthead.core.target.features import Features, FeatureSpec
-from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
+from drafthead.infer import Target
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.left_out import LeftOut

@@ -1,6 +1,10 @@
-"""What checks of heads and of servers report: what was seen, and what to do about it."""
+"""Reports of checks of heads and servers: what was seen, and what to do about it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,19 @@ class Finding:
     def is_fault(self) -> bool:
         """Tell whether there is something to do."""
         return self.remedy is not None
+
+
+class Checks(dict[str, Callable[[Subject], Finding | None]], Generic[Subject]):
+    """Checks of a subject by what they look for; None of a check: there is nothing to look at."""
+
+    def add(self, name: str) -> Callable[[Any], Any]:
+        """Register a check under a name."""
+        return lambda check: self.setdefault(name, check)
+
+    def findings(self, subject: Subject) -> dict[str, Finding]:
+        """The findings of all checks that had something to look at."""
+        found = {name: check(subject) for name, check in self.items()}
+        return {name: finding for name, finding in found.items() if finding is not None}
 
 
 def faults_first(findings: dict[str, Finding]) -> dict[str, Finding]:

@@ -5,7 +5,7 @@ and token by token later on? Are greedy answers those of plain decoding?
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.target.target import Target
-from drafthead.infer.answers.results import DecodeResult
-from drafthead.infer.decoder import Decoder
+from drafthead.infer import Decoder, DecodeResult, Target
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, fit
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -38,8 +36,7 @@ TIE_STEPS = {torch.float32: 128, torch.bfloat16: 1, torch.float16: 1}
 class SampledPair:
     """A decoder that samples under a verifier, and the target whose law it should follow.
 
-    Raises UserError for a decoder whose steps need not verify trees, which would test nothing, and
-    for a penalty that is not above 0.
+    Raises UserError for a decoder whose steps need not verify trees, which would test nothing.
     """
 
     decoder: Decoder
@@ -51,8 +48,6 @@ class SampledPair:
     def __post_init__(self) -> None:
         if self.decoder.adaptive or self.decoder.drafter is None:
             raise UserError("exactness is tested with a drafter and trees of a fixed size")
-        if not self.repetition_penalty > 0:
-            raise UserError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
 
     @property
     def generation_config(self) -> GenerationConfig | None:
@@ -177,44 +172,45 @@ def greedy_differences(
     max_new_tokens: int,
     verifier: str = "auto",
 ) -> list[Divergence]:
-    """Return where greedy answers under a rule differ from those of plain decoding.
+    """Return where greedy answers under a rule differ from those of plain decoding."""
 
-    That is plain decoding with the decoder's own target where its passes have the `same_bits`, and
-    with `reference` elsewhere.
-    """
-    plain, differences = oracle_for(decoder, reference), []
-    for number, prompt in enumerate(tqdm(prompts, desc="greedy answers", unit="answer")):
-        expected = plain.generate(prompt, max_new_tokens=max_new_tokens).sequences[0]
-        options = {
-            "max_new_tokens": max_new_tokens, "verifier": verifier, "use_model_defaults": False,
-        }  # fmt: skip
-        answer = decoder.generate(prompt, **options).sequences[0]
-        if answer != expected:
-            differences.append(divergence("greedy", number, prompt, expected, answer, reference))
-    return differences
+    def answer(one: Decoder, prompt: list[int], _: int) -> list[int]:
+        options = {"verifier": verifier, "use_model_defaults": False}
+        return one.generate(prompt, max_new_tokens=max_new_tokens, **options).sequences[0]
 
-
-def oracle_for(decoder: Decoder, reference: Target) -> OracleDecoder:
-    """Plain decoding whose text a lossless decoder must give."""
-    plain = OracleDecoder(decoder.target if decoder.target.same_bits else reference)
-    plain.end_ids = decoder.end_ids
-    return plain
+    return differences("greedy", decoder, reference, prompts, answer)
 
 
 def drawn_differences(
     pair: SampledPair, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
 ) -> list[Divergence]:
     """Return where answers drawn under `match` differ from plain decoding's for the same seed."""
-    plain, differences = oracle_for(pair.decoder, pair.reference), []
-    for number, prompt in enumerate(tqdm(prompts, desc="drawn answers", unit="answer")):
-        expected, answer = (
-            pair.sample([prompt], max_new_tokens, seed + number, decoder).sequences[0]
-            for decoder in (plain, pair.decoder)
-        )
-        if answer != expected:
-            both = expected, answer
-            differences.append(divergence("drawn", number, prompt, *both, pair.reference))
-    return differences
+
+    def answer(one: Decoder, prompt: list[int], number: int) -> list[int]:
+        return pair.sample([prompt], max_new_tokens, seed + number, one).sequences[0]
+
+    return differences("drawn", pair.decoder, pair.reference, prompts, answer)
+
+
+def differences(
+    mode: str,
+    decoder: Decoder,
+    reference: Target,
+    prompts: Sequence[list[int]],
+    answer: Callable[[Decoder, list[int], int], list[int]],
+) -> list[Divergence]:
+    """Return where answers of a decoder to numbered prompts differ from plain decoding's.
+
+    That is plain decoding with the decoder's own target where its passes have the `same_bits`, and
+    with `reference` elsewhere.
+    """
+    plain, found = OracleDecoder(decoder.target if decoder.target.same_bits else reference), []
+    plain.end_ids = decoder.end_ids
+    for number, prompt in enumerate(tqdm(prompts, desc=f"{mode} answers", unit="answer")):
+        expected, other = (answer(one, prompt, number) for one in (plain, decoder))
+        if other != expected:
+            found.append(divergence(mode, number, prompt, expected, other, reference))
+    return found
 
 
 def is_near_tie(difference: Divergence, dtype: torch.dtype) -> bool:

@@ -4,15 +4,17 @@ It shares prompt pass, cache and sampling with the engine, but neither trees nor
 graphs, so that an error in those cannot hide.
 """
 
+from functools import partial
+
 import torch
 
 from drafthead.core.drafting.drafter import Committed, DraftSession, Ends
 from drafthead.core.host import to_host
-from drafthead.core.trees.recipe import Proposal
-from drafthead.infer.decoder import Decoder
+from drafthead.infer import Decoder
 from drafthead.infer.engine.batch_run import BatchRun, Emitted
-from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.method import Method
+from drafthead.infer.engine.stepper import Stepper, Watch
+from drafthead.infer.planning.planner import Planner
+from drafthead.infer.scheduling.method import Method
 
 
 class OracleDecoder(Decoder):
@@ -26,14 +28,15 @@ class OracleDecoder(Decoder):
 class PlainMethod(Method):
     """One token a pass, whatever the target."""
 
-    def stepper(self, run: BatchRun) -> Stepper:
+    def stepper(self, run: BatchRun, watch: Watch | None = None) -> Stepper:
         return PlainStepper(self.target, run, self.drafter.features, self.rule)
 
 
 class PlainStepper(Stepper):
     """One token of each row a pass."""
 
-    def step_in_calls(self, session: DraftSession, proposal: Proposal | None) -> Emitted:
+    def step(self, session: DraftSession, planner: Planner) -> Emitted:
+        proposal = planner.draft(partial(self.propose, session))
         assert proposal is None, "the oracle never drafts"
         self.run.stats.verified_nodes += 1
         committed = self.feed_roots()

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from drafthead.core.sampling import SamplingConfig, probabilities
-from drafthead.core.target.target import Target
+from drafthead.infer import Target
 from drafthead.lab.exactness.goodness_of_fit import FEWEST_EXPECTED
 
 Text = tuple[int, ...]
@@ -115,7 +115,7 @@ def places_in_law(
     sampling: SamplingConfig,
     repetition_penalty: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the parts of an answer's tokens but the first begin, and their widths, float64 [T - 1].
+    """Starts and widths of the parts of an answer's tokens but the first, float64 [T - 1].
 
     With probabilities (.2, .5, .3) the parts are [.8, 1], [0, .5] and [.5, .8]. Equally probable
     tokens come in the order of their ids. One plain pass over prompt and answer.

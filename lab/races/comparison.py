@@ -1,4 +1,4 @@
-"""What a race has shown: every way of decoding, counted in the same way.
+"""The results of a race: every way of decoding, counted in the same way.
 
 A speedup is the median over rounds of a ratio within the round. Only returned tokens count. The
 prompt pass is reported separately.
@@ -13,10 +13,10 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from drafthead.core.target.target import Target
+from drafthead.infer import Target
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.lab.races.divergence import Divergence, divergence
-from drafthead.lab.races.race import GENERATE, PLAIN, Record
+from drafthead.lab.races.race import GENERATE, PLAIN, RaceRecord
 
 RESAMPLES = 1000
 
@@ -72,7 +72,7 @@ class ComparisonRow:
 
 
 def rows_of(
-    records: Sequence[Record],
+    records: Sequence[RaceRecord],
     temperature: float,
     end_ids: frozenset[int],
     categories: Sequence[str | None] = (),
@@ -88,9 +88,9 @@ def rows_of(
 
 
 def _row(
-    record: Record,
-    plain: Record,
-    generate: Record,
+    record: RaceRecord,
+    plain: RaceRecord,
+    generate: RaceRecord,
     temperature: float,
     end_ids: frozenset[int],
     places: dict[str, list[int]],
@@ -133,7 +133,7 @@ def _row(
     )
 
 
-def _category(record: Record, plain: Record, places: Sequence[int]) -> CategoryFigures:
+def _category(record: RaceRecord, plain: RaceRecord, places: Sequence[int]) -> CategoryFigures:
     some, baseline = record.part(places), plain.part(places)
     rounds = [*some.answers, *baseline.answers]
     if not all(any(answer.decoded_tokens for answer in answers) for answers in rounds):
@@ -142,14 +142,14 @@ def _category(record: Record, plain: Record, places: Sequence[int]) -> CategoryF
     return CategoryFigures(len(places), median(some.rates()), speedup, stats.tau if stats else None)
 
 
-def _interval(record: Record, plain: Record) -> tuple[float, float] | None:
+def _interval(record: RaceRecord, plain: RaceRecord) -> tuple[float, float] | None:
     """The central 95 % of the speedup over resampled batches (the percentile bootstrap)."""
     count = len(plain.answers[0])
     if count < 2 or record is plain:
         return None
     chosen = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
 
-    def rates(one: Record) -> NDArray[np.float64]:
+    def rates(one: RaceRecord) -> NDArray[np.float64]:
         """Tokens a second of each resample [RESAMPLES]."""
         pairs = [[(a.decoded_tokens, a.decode_seconds) for a in each] for each in one.answers]
         tokens, seconds = np.array(pairs).sum(axis=0)[chosen].sum(axis=1).T
@@ -159,13 +159,13 @@ def _interval(record: Record, plain: Record) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def _ratios(record: Record, baseline: Record) -> list[float]:
+def _ratios(record: RaceRecord, baseline: RaceRecord) -> list[float]:
     """Speed against a baseline, round by round."""
     return [a / b for a, b in zip(record.rates(), baseline.rates(), strict=True)]
 
 
 def divergences(
-    records: Sequence[Record], prompts: Sequence[list[int]], target: Target
+    records: Sequence[RaceRecord], prompts: Sequence[list[int]], target: Target
 ) -> list[Divergence]:
     """Return where greedy answers of the first round to prompts differ from plain decoding's."""
     plain = next(record for record in records if record.contestant.mode == PLAIN)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.core.target.target import Target
-from drafthead.infer.decoder import Decoder
+from drafthead.infer import Decoder, Target
 from drafthead.infer.drafters.draft_model import same_tokenizer
-from drafthead.lab.races.race import THEIR_RULE, Answers, Contestant
+from drafthead.lab.races.race import THEIR_RULE, Contestant, RacedAnswers
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Ours(Contestant):
     def prepare(self, batch_size: int) -> None:
         self.decoder.warm_up((batch_size,), **self.options)
 
-    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> RacedAnswers:
         result = self.decoder.generate(
             prompts, **self.options, max_new_tokens=max_new_tokens, seed=seed
         )
         stats = result.stats
-        return Answers(
+        return RacedAnswers(
             sequences=result.sequences,
             decoded_tokens=sum(stats.decoded_tokens),
             decode_seconds=stats.decode_seconds,
@@ -82,7 +81,7 @@ class Transformers(Contestant):
     assistant_tokens: int | None = None
     verifier: str = field(default=THEIR_RULE, kw_only=True)
 
-    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> RacedAnswers:
         """Decode a batch of prompts; one seed serves all rows."""
         inputs, begun = self._inputs(prompts)
         clock = FirstTokenClock()
@@ -100,7 +99,7 @@ class Transformers(Contestant):
         first_at = clock.first_at or ended
         ends = self.target.end_ids
         sequences = [up_to_end(tokens, ends) for tokens in generated]
-        return Answers(
+        return RacedAnswers(
             sequences=sequences,
             decoded_tokens=sum(map(len, sequences)) - clock.first_tokens,
             decode_seconds=ended - first_at,

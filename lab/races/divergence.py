@@ -1,11 +1,11 @@
-"""Where two answers first differ, and whether the target's logits were close to a tie there."""
+"""The first difference of two answers, and whether the target's logits were nearly tied there."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
-from drafthead.core.target.target import Target
+from drafthead.infer import Target
 
 NO_TOKEN = -1  # where one answer has ended and the other goes on
 
@@ -39,7 +39,7 @@ def divergence(
     other: list[int],
     target: Target,
 ) -> Divergence:
-    """Where the answer `other` to prompt number `index` first differs from the answer `plain`."""
+    """The first difference of the answer `other` to prompt number `index` from `plain`."""
     position = first_difference(plain, other)
     plain_token, token = [*plain, NO_TOKEN][position], [*other, NO_TOKEN][position]
     text = torch.tensor([plain[:position]], dtype=torch.long, device=target.device)

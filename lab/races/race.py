@@ -18,12 +18,12 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from drafthead.backends.compiled import Compiled
+from drafthead.backends.cuda.recorded import Recorded
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.storage.files import json_lines, write_text
+from drafthead.infer import DecodeStats
 from drafthead.infer.answers.results import summed
-from drafthead.infer.engine.stats import DecodeStats
 from drafthead.lab.speedup_model import StepParts
 
 STEP_PHASES = ("draft", "verify", "accept", "commit")
@@ -80,7 +80,7 @@ THEIR_RULE = "transformers"  # the verifier of transformers' own decoding
 
 
 @dataclass(frozen=True)
-class Answers:
+class RacedAnswers:
     """One batch of prompts decoded once; tokens and seconds of decoding exclude the prompt pass."""
 
     sequences: list[list[int]]  # new tokens of each prompt, with the end token if it was reached
@@ -103,22 +103,22 @@ class Contestant(ABC):
         """Do what must not happen while answers to so many prompts at a time are timed."""
 
     @abstractmethod
-    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> RacedAnswers:
         """Decode a batch of prompts; the seed is that of the first row."""
 
 
-class Turn(NamedTuple):
+class RaceTurn(NamedTuple):
     """A contestant's answers to a batch of prompts, and the memory that was in use."""
 
-    answers: Answers
+    answers: RacedAnswers
     peak_memory_bytes: int
 
 
-Turns: TypeAlias = Mapping[str, Turn]  # of one batch, by the contestants' modes
+Turns: TypeAlias = Mapping[str, RaceTurn]  # of one batch, by the contestants' modes
 
 
-class Place(NamedTuple):
-    """Which batch of a race it is."""
+class RaceBatch(NamedTuple):
+    """The identity of a batch of a race."""
 
     temperature: float
     round: int
@@ -138,7 +138,7 @@ class UnfinishedRace:
         `changed` are the names of what is no longer as it was in the file, if there is one.
         """
         self.path = path
-        self.batches: dict[Place, Turns] = {}
+        self.batches: dict[RaceBatch, Turns] = {}
         wanted = json.loads(json.dumps(made_of))
         there = [*json_lines(path)]
         first = there[0] if there and isinstance(there[0], dict) else {}
@@ -146,12 +146,14 @@ class UnfinishedRace:
         self.begun = bool(there)
         kept = [] if self.changed else there[1:]
         for place, turns in kept:
-            self.batches[Place(*place)] = {mode: _read_turn(*turn) for mode, turn in turns.items()}
+            self.batches[RaceBatch(*place)] = {
+                mode: _read_turn(*turn) for mode, turn in turns.items()
+            }
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole lines only: what a stop has cut off would spoil the next line.
         write_text(path, "".join(json.dumps(line) + "\n" for line in (wanted, *kept)))
 
-    def add(self, place: Place, turns: Turns) -> None:
+    def add(self, place: RaceBatch, turns: Turns) -> None:
         """Keep a batch that all contestants have decoded."""
         self.batches[place] = turns
         line = [place, {mode: [asdict(answers), peak] for mode, (answers, peak) in turns.items()}]
@@ -163,21 +165,21 @@ class UnfinishedRace:
         self.path.unlink(missing_ok=True)
 
 
-def _read_turn(answers: dict[str, Any], peak_memory_bytes: int) -> Turn:
+def _read_turn(answers: dict[str, Any], peak_memory_bytes: int) -> RaceTurn:
     """A turn as `UnfinishedRace.add` wrote it."""
     stats = answers["stats"] and DecodeStats(**answers["stats"])
-    return Turn(Answers(**{**answers, "stats": stats}), peak_memory_bytes)
+    return RaceTurn(RacedAnswers(**{**answers, "stats": stats}), peak_memory_bytes)
 
 
 @dataclass
-class Record:
+class RaceRecord:
     """All answers of one contestant: answers[round][batch]."""
 
     contestant: Contestant
-    answers: list[list[Answers]] = field(default_factory=list)
+    answers: list[list[RacedAnswers]] = field(default_factory=list)
     peak_memory_bytes: int = 0
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: RaceTurn) -> None:
         """Record the answers to the next batch of the current round."""
         self.answers[-1].append(turn.answers)
         self.peak_memory_bytes = max(self.peak_memory_bytes, turn.peak_memory_bytes)
@@ -193,10 +195,10 @@ class Record:
         """The answers of the first round, prompt by prompt."""
         return [sequence for batch in self.answers[0] for sequence in batch.sequences]
 
-    def part(self, places: Sequence[int]) -> "Record":
+    def part(self, places: Sequence[int]) -> "RaceRecord":
         """This record, restricted to the batches at the given places."""
         answers = [[answers[place] for place in places] for answers in self.answers]
-        return Record(self.contestant, answers, self.peak_memory_bytes)
+        return RaceRecord(self.contestant, answers, self.peak_memory_bytes)
 
     def stats(self) -> DecodeStats | None:
         """The engine's statistics of all rounds, added up; None for another engine."""
@@ -204,7 +206,7 @@ class Record:
         return summed(stats) if stats else None
 
     def ledger(self) -> StepLedger:
-        """Where the time of the steps of our engine went; raises UserError without any step."""
+        """The time of our engine's steps by phase; raises UserError without any step."""
         stats = self.stats()
         assert stats is not None, "another engine has no ledger"
         return ledger_of(stats)
@@ -230,14 +232,14 @@ def race(
     max_new_tokens: int,
     seed: int,
     unfinished: UnfinishedRace | None = None,
-) -> list[Record]:
+) -> list[RaceRecord]:
     """Decode every batch of prompts with every contestant, `rounds` times, in random order.
 
     What `prepare` was not called for is compiled and learnt meanwhile. `unfinished` keeps answers;
     batches that it has of the same contestants are not decoded again. Raises UserError when a
     contestant's answers are too short to be timed.
     """
-    records = [Record(contestant) for contestant in contestants]
+    records = [RaceRecord(contestant) for contestant in contestants]
     starts = [0, *accumulate(map(len, batches))]  # numbers of the batches' first prompts
     order = random.Random(seed)
     temperature, modes = contestants[0].sampling.temperature, {c.mode for c in contestants}
@@ -247,7 +249,7 @@ def race(
             for record in records:
                 record.answers.append([])
             for batch, prompts in enumerate(batches):
-                place = Place(temperature, number, batch)
+                place = RaceBatch(temperature, number, batch)
                 found = {} if unfinished is None else unfinished.batches.get(place, {})
                 turns = dict(found) if found.keys() == modes else {}
                 is_new = not turns
@@ -267,14 +269,14 @@ def race(
 
 def _turn(
     contestant: Contestant, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-) -> Turn:
+) -> RaceTurn:
     """Decode a batch, and see how much memory is in use."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    return Turn(undisturbed(contestant, prompts, max_new_tokens, seed), memory_in_use())
+    return RaceTurn(undisturbed(contestant, prompts, max_new_tokens, seed), memory_in_use())
 
 
-def _refuse_short_answers(records: Sequence[Record]) -> None:
+def _refuse_short_answers(records: Sequence[RaceRecord]) -> None:
     for record in records:
         if not any(answer.decoded_tokens for answer in record.answers[-1]):
             raise UserError(
@@ -285,12 +287,12 @@ def _refuse_short_answers(records: Sequence[Record]) -> None:
 
 def undisturbed(
     contestant: Contestant, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-) -> Answers:
-    """The answers to a batch, decoded again as long as a graph had to be compiled for it."""
+) -> RacedAnswers:
+    """The answers to a batch, decoded again as long as a function had to be recorded for it."""
     while True:
-        before = Compiled.made
+        before = Recorded.made
         answers = contestant.decode(prompts, max_new_tokens, seed)
-        if Compiled.made == before:
+        if Recorded.made == before:
             return answers
 
 

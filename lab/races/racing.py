@@ -10,15 +10,15 @@ from tqdm import tqdm
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.target.target import Target
 from drafthead.core.target.weights_hash import weights_fingerprint
-from drafthead.infer.decoder import Decoder, decoder_for
+from drafthead.infer import Decoder, Target
+from drafthead.infer.decoder import decoder_for
 from drafthead.infer.drafters.draft_model import same_tokenizer
 from drafthead.infer.drafters.lookup import Lookup, PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.store_lookup import StoreLookup
 from drafthead.infer.drafters.with_lookup import WithLookup
-from drafthead.infer.loaded import Fitting, NamedDraft
+from drafthead.infer.loading.loaded import Fitting, NamedDraft
 from drafthead.lab.races.comparison import ComparisonRow, divergences, rows_of
 from drafthead.lab.races.contestants import Ours, Transformers, changeable
 from drafthead.lab.races.divergence import Divergence
@@ -42,7 +42,7 @@ GREEDY = SamplingConfig()
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How much is drafted, by all, and whether passes are compiled: the options of drafters."""
+    """Options of all drafters: how much is drafted, and whether layers are compiled."""
 
     draft_tokens: int  # most tokens of a draft model, own layers and lookup
     tree_nodes: int | None  # the root included; None: planned by cost
@@ -102,11 +102,11 @@ def entrants(target: Target, drafts: Mapping[str, NamedDraft], options: DraftOpt
         raise UserError(
             "compare cannot draft from answers, because its rounds repeat: leave it out"
         )
-    # Plain decoding comes first: what it compiles of the target serves all others.
+    # Plain decoding comes first: what is recorded of the target serves all others.
     plain = decoder_for(target, None, None, options.compile)
-    ours = plain.target  # compiled passes belong to it; transformers knows none
+    ours = plain.target  # recorded passes belong to it; transformers knows none
     # As the target is: recorded, with our kernels, or for False as the model is written.
-    size, compiled = options.tree_nodes, ours.backend.compiles or options.compile
+    size, compile = options.tree_nodes, ours.backend.records or options.compile
     made: dict[str, Drafter] = {}
     assistant = None
     for mode, named in drafts.items():
@@ -119,9 +119,9 @@ def entrants(target: Target, drafts: Mapping[str, NamedDraft], options: DraftOpt
     tables = {mode: each for mode, each in made.items() if isinstance(each, StoreLookup)}
     found = [Ours(PLAIN, "none", GREEDY, plain)]
     for mode, drafter in {**made, LOOKUP: PromptLookup(options.draft_tokens)}.items():
-        found.append(Ours(mode, mode, GREEDY, decoder_for(ours, drafter, size, compiled)))
+        found.append(Ours(mode, mode, GREEDY, decoder_for(ours, drafter, size, compile)))
         if not isinstance(drafter, Lookup):
-            for kind, lookup in {LOOKUP: None, **tables}.items():  # the drafter is compiled already
+            for kind, lookup in {LOOKUP: None, **tables}.items():  # the drafter is prepared already
                 both = decoder_for(ours, WithLookup(drafter, lookup), size, False)
                 found.append(Ours(f"{mode} + {kind}", mode, GREEDY, both))
     return Entrants(target, assistant, options.draft_tokens, found)
@@ -165,7 +165,7 @@ def ready(
     fails above temperature 0 where all of its tokens are the target's as well.
     """
     taking_part: list[Contestant] = []
-    with tqdm(contestants, desc="compiling and timing", unit="way", leave=False) as bar:
+    with tqdm(contestants, desc="timing", unit="way", leave=False) as bar:
         for contestant in bar:
             bar.set_postfix_str(contestant.mode)
             try:

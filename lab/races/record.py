@@ -1,4 +1,4 @@
-"""What the measuring verbs share: prompts, and the record of machine and command."""
+"""Shared by the measuring verbs: prompts, and the record of machine and command."""
 
 import shlex
 import sys
@@ -13,11 +13,10 @@ from drafthead.core.target.chat_template import (
     TemplateArguments,
     check_template_arguments,
 )
-from drafthead.core.target.target import Target
-from drafthead.infer.decoder import Decoder
-from drafthead.infer.loaded import NamedDraft, named_draft
-from drafthead.infer.machine import describe_machine, describe_versions
+from drafthead.infer import Decoder, Target
+from drafthead.infer.loading.loaded import NamedDraft, named_draft
 from drafthead.infer.request.prompts import encode_one
+from drafthead.infer.timing.machine import describe_machine, describe_versions
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (

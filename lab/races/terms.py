@@ -1,4 +1,4 @@
-"""What a race is about; this file imports no torch, so that the command line can list options."""
+"""The terms of a race; this file imports no torch, so that the command line can list options."""
 
 from typing import Annotated
 
@@ -25,7 +25,7 @@ Temperatures = Annotated[
 
 @settings
 class RaceTerms:
-    """What everybody decodes, and how often."""
+    """The prompts that everybody decodes, and how often."""
 
     temperatures: Temperatures = (0.0,)
     max_new_tokens: MaxNewTokens = 128

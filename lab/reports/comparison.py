@@ -1,6 +1,6 @@
 """A comparison: tables, notes, and a picture of speeds over `model.generate`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.race import GENERATE, PLAIN, THEIR_RULE
@@ -26,18 +27,19 @@ from drafthead.lab.reports.report import (
 
 LISTED_DIVERGENCES = 10
 NAMES = {PLAIN: "plain decoding", GENERATE: "model.generate"}  # the baselines, in the picture
-TAU_NOTE = (
-    "nodes: size of the draft trees that were chosen on this machine; tau: tokens per pass with "
-    "these; c: cost of drafting in a step, in plain steps; bound: speedup that tau and the "
-    "measured times allow; efficiency: speedup / tau; repeated: 8-grams that occur again, where "
-    "drafts are easy"
+EXPLAINED = (
+    "nodes: size of the draft trees that were chosen on this machine; speedup: relative to plain "
+    "decoding with drafthead, with its interval over prompts; over generate: relative to "
+    "model.generate; tau: tokens per pass; c: cost of drafting in a step, in plain steps; bound: "
+    "speedup that tau and the measured times allow; efficiency: speedup / tau; repeated: 8-grams "
+    "that occur again in an answer, where drafts are easy"
 )
 WHO: Columns = {"mode": lambda row: row.mode, "T": lambda row: f"{row.temperature:g}"}
 COLUMNS: Columns = {
     **WHO,
     "nodes": lambda row: number(row.tree_nodes or None, 1),
     "tokens/s": lambda row: number(row.tokens_per_second, 1),
-    "speedup": lambda row: number(row.speedup),
+    "speedup": lambda row: with_range(row),
     "over generate": lambda row: number(row.speedup_hf),
     "tau": lambda row: number(row.tau),
     "c": lambda row: number(row.draft_cost),
@@ -53,6 +55,19 @@ def with_range(row: ComparisonRow) -> str:
     return number(row.speedup) + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
+def fastest(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Our fastest way of decoding, and after it those that are as fast as far as prompts tell."""
+    ours = sorted((row for row in rows if row.tau is not None), key=lambda row: -row.speedup_hf)
+    return [row for row in ours if row is ours[0] or are_equal(row, ours[0])]
+
+
+def are_equal(one: ComparisonRow, other: ComparisonRow) -> bool:
+    """Whether each speedup lies within the other's interval; plain decoding has none."""
+    pairs = [(one.speedup_interval, other.speedup), (other.speedup_interval, one.speedup)]
+    within = [interval[0] <= speed <= interval[1] for interval, speed in pairs if interval]
+    return bool(within) and all(within)
+
+
 def noise_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return how far off the speeds are, by those who drafted nothing: they are plain decoding."""
     return [
@@ -63,9 +78,34 @@ def noise_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
 
 
-def race_table(rows: Sequence[ComparisonRow], ranges: bool, title: str = "") -> Table:
-    """Every way of decoding; `ranges` adds its interval to the speedup."""
-    return table_of(title, {**COLUMNS, "speedup": with_range} if ranges else COLUMNS, rows)
+def headline(rows: Sequence[ComparisonRow], prompts: int, spoken: Callable[[str], str]) -> str:
+    """Say which of our ways of decoding is fastest, by the first of equally fast `rows`.
+
+    `spoken` has words for a mode. "" without any row.
+    """
+    if not rows:
+        return ""
+    best, rule = rows[0], VERIFIERS.get(rows[0].verifier)
+    lossy = "" if rule is None or rule.lossless else f" (lossy: {best.verifier})"
+    *others, last = [spoken(row.mode) for row in rows]
+    names = f"{', '.join(others)} and {last}" if others else last
+    found = "are equally fast here" if others else "is fastest"
+    alone = f" and {with_range(best)} times plain decoding" if best.mode != PLAIN else ""
+    return (
+        f"{names} {found} ({prompts} prompts): "
+        f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}{lossy}, "
+        f"{best.speedup_hf:.2f} times model.generate{alone}"
+    )
+
+
+def named(mode: str) -> str:
+    """A mode as tables and pictures name it."""
+    return NAMES.get(mode, mode)
+
+
+def race_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Every way of decoding."""
+    return table_of("", COLUMNS, rows)
 
 
 def category_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
@@ -116,19 +156,17 @@ def comparison_report(
     rows: Sequence[ComparisonRow], notes: Sequence[str], about: dict[str, Any]
 ) -> Report:
     """The report of a race; `about` holds machine, versions, command and settings."""
-    title = "speedup over plain decoding on the same engine"
-    by_category, batch = category_tables(rows), about["batch_size"]
+    batch = about["batch_size"]
     intro = (
         f"{machine_line(about)}, up to {about['max_new_tokens']} new tokens, "
         f"{about['rounds']} rounds" + (f", {batch} at a time." if batch > 1 else "."),
         f"`{about['command']}`",
     )
     return Report(
-        [*by_category, race_table(rows, ranges=False, title=title)],
-        [TAU_NOTE, *notes],
+        [*category_tables(rows), race_table(rows)],
+        [EXPLAINED, *notes],
         {**about, "rows": [asdict(row) for row in rows], "notes": list(notes)},
         intro,
-        [race_table(rows, ranges=True), *by_category],
         lambda: draw(rows, f"{Path(about['target']).name}\n{machine_line(about)}"),
     )
 
@@ -145,7 +183,7 @@ def draw(rows: Sequence[ComparisonRow], title: str) -> Figure:
 
 
 def _draw_speeds(axes: Axes, rows: Sequence[ComparisonRow], temperature: float) -> None:
-    names = [NAMES.get(row.mode, row.mode) for row in rows]
+    names = [named(row.mode) for row in rows]
     colours = [BASELINE if row.mode in NAMES else OURS if row.tau else THEIRS for row in rows]
     bars = axes.barh(names, [row.speedup_hf for row in rows], color=colours)
     labels = [f"{row.speedup_hf:.2f}  ({row.tokens_per_second:.0f} tokens/s)" for row in rows]

@@ -145,7 +145,7 @@ def sequences_to_show(
     conversation: Conversation,
     template_arguments: TemplateArguments,
 ) -> list[SupervisedTokens]:
-    """What training reads of a conversation; of a text also when there is nothing to learn."""
+    """The part of a conversation that training reads; of a text also with nothing to learn."""
     if conversation.tokens is None:
         rendering = Rendering.of(tokenizer, conversation, template_arguments)
         return [mark_answers(rendering, conversation.messages)]

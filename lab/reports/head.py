@@ -8,10 +8,18 @@ from typing import Any
 from rich.markup import escape
 
 from drafthead.core.printing import printable
+from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.formats.base import Foreign, Format
+from drafthead.heads.growing.static import grow_tree
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.train.data.sequences import TokenTable
-from drafthead.train.learning.evaluation import CATEGORY_NODES, TREE_SIZES, Evaluation
+from drafthead.train.learning.evaluation import (
+    CATEGORY_NODES,
+    SHORT_CHAIN,
+    TREE_SIZES,
+    Evaluation,
+)
+from drafthead.train.run.folder import BEST_BY
 
 UNKNOWN = "not recorded"
 LONGEST = 90  # characters of a value that are shown
@@ -46,8 +54,8 @@ def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
         ("parameters", f"{count:,} in {', '.join(kinds)}"),
         ("features", foreign.taps),
         ("vocabulary", vocabulary(foreign)),
-        ("measured acceptance", f"{len(foreign.path_counts or {})} paths"),
-        *((f"config {name}", str(value)) for name, value in asdict(foreign.config).items()),
+        ("measured acceptance", acceptance(foreign.path_counts)),
+        *((f"config {name}", value_of(value)) for name, value in asdict(foreign.config).items()),
         *(
             (f"origin {name}", value if isinstance(value, str) else json.dumps(value))
             for name, value in foreign.provenance.items()
@@ -59,15 +67,28 @@ def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
     return [(printable(name, LONGEST), printable(value, LONGEST)) for name, value in rows]
 
 
-def rows_of_copy(account: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """What is known of the copy of a GGUF file, as rows of name and value that are fit to print."""
+def acceptance(counts: dict[TreePath, int] | None) -> str:
+    """The mean of what trees of BEST_BY nodes bring, where that was measured."""
+    if not counts or not counts.get(()):
+        return "not measured"
+    right = sum(counts[path] for path in grow_tree(counts, BEST_BY).paths)
+    tokens = f"{1 + right / counts[()]:.2f} tokens per pass"
+    return f"{tokens} with trees of {BEST_BY} nodes, after every token of held-out answers"
+
+
+def value_of(value: object) -> str:
+    """A setting as text; numbers that went through float32 lose what that added."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def rows_of_file(account: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """Facts about a GGUF file, as rows of name and value that are fit to print."""
     rows = [
-        ("format", f"GGUF, architecture {account['architecture']}, read from a copy in bfloat16"),
-        ("copy", str(folder)),
-        ("weights", f"{account['weights']} tensors, each equal to what the package gguf reads"),
+        ("format", f"GGUF, architecture {account['architecture']}, {account['weights']} tensors"),
+        ("configuration and tokenizer", str(folder)),
         ("rotary positions", json.dumps(account["rope"])),
         ("ends of answers", ", ".join(map(str, account["ends"])) or "none"),
-        *((key, "in the copy") for key in account["keys_used"]),
+        *((key, "is followed") for key in account["keys_used"]),
         *((key, "changes nothing") for key in account["keys_neutral"]),
     ]
     return [(escape(printable(name)), escape(printable(value))) for name, value in rows]
@@ -96,11 +117,13 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
             str(len(tables[source])),
             str(evaluation.anchors),
             number(evaluation.tau_chain),
+            number(evaluation.tau_short_chain),
             *(number(evaluation.tau_tree[nodes]) for nodes in TREE_SIZES),
         ]
         for source, evaluation in found.items()
     ]
-    columns = ["tau", "conversations", "tokens", "chain", *sizes]
+    chains = ["chain", f"chain of {SHORT_CHAIN}"]
+    columns = ["tau", "conversations", "tokens", *chains, *sizes]
     print_table(Table("tokens per pass of the target", columns, taus), [TAU_NOTE])
     for source, evaluation in found.items():
         if len(evaluation.categories) > 1:

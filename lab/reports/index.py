@@ -1,4 +1,4 @@
-"""What a table of n-grams holds, and how well it guesses answers that it does not know.
+"""A report on a table of n-grams, and how well it guesses answers that it does not know.
 
 Their decoding is played again, without any model.
 """

@@ -1,5 +1,6 @@
 """A report: tables and notes, shown in the terminal and written as JSON, Markdown and a picture."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -47,17 +48,16 @@ def table_of(title: str, columns: Columns, rows: Iterable[Any]) -> Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What a verb found: tables and notes for the terminal, `content` for JSON.
+    """The findings of a verb: tables and notes for the terminal, `content` for JSON.
 
-    With an `intro`, its first lines, there is a Markdown file: of the `written` tables if there are
-    any, else of all. `draw` makes the picture, if there is one.
+    With an `intro`, its first lines, there is a Markdown file. `draw` makes the picture, if there
+    is one.
     """
 
     tables: Sequence[Table]
     notes: Sequence[str]
     content: Mapping[str, Any]
     intro: Sequence[str] = ()
-    written: Sequence[Table] = ()
     draw: Callable[[], Figure] | None = None
 
     def show(self) -> None:
@@ -74,7 +74,7 @@ class Report:
         names = [str(file)]
         if self.intro:
             parts = [*self.intro]
-            for table in self.written or self.tables:
+            for table in self.tables:
                 parts += [f"{table.title}:" if table.title else "", table.markdown()]
             text = "\n\n".join(part for part in (*parts, *self.notes) if part)
             write_text(file.with_suffix(".md"), text + "\n")
@@ -93,7 +93,7 @@ def number(value: float | None, digits: int = 2) -> str:
 def print_table(table: Table, notes: Sequence[str] = ()) -> None:
     """Print a table, if it has rows, and notes below it."""
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=WIDE)
     if table.rows:
         words = table.words
@@ -118,7 +118,8 @@ def machine_line(about: Mapping[str, Any]) -> str:
     """The machine, number type and prompts of a race, as a report begins with them."""
     machine = about["machine"]
     return (
-        f"{machine['processor']}, {machine['threads']} threads, {about['dtype']}, "
+        f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}, "
+        f"{about['dtype']}, "
         f"{about['prompts']} prompts"
     )
 

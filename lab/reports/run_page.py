@@ -3,7 +3,7 @@
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from io import BytesIO
 from pathlib import Path
@@ -16,22 +16,22 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from pydantic import TypeAdapter, ValidationError
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.storage.files import json_lines
 from drafthead.heads.formats.files import read_json
-from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.diagnosis.findings import Finding, faults_first
 from drafthead.lab.learning_curve import what_more_would_bring
 from drafthead.lab.races.comparison import ComparisonRow
-from drafthead.lab.races.race import PLAIN
-from drafthead.lab.reports.comparison import NAMES, category_tables, race_table, with_range
-from drafthead.lab.reports.report import OURS, THEIRS, Table, machine_line, number, page
-from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, read_log
-
-EXPLAINED = (
-    "speedup: relative to plain decoding with drafthead; over generate: relative to "
-    "model.generate; tau: tokens per pass; c: cost of drafting in a step, in plain steps; bound: "
-    "the speedup that tau and the measured times allow; efficiency: speedup / tau; repeated: share "
-    "of 8-grams that occurred before in the same answer, as in loops, where drafts are easy."
+from drafthead.lab.reports.comparison import (
+    EXPLAINED,
+    category_tables,
+    fastest,
+    headline,
+    named,
+    race_table,
 )
+from drafthead.lab.reports.report import OURS, THEIRS, Report, Table, machine_line, number, page
+from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary
+
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
 
@@ -56,9 +56,9 @@ def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Se
 
 
 def training_section(folder: Path) -> Section:
-    """What is learnt and how well held-out answers are drafted, against the tokens trained on."""
-    steps = list(read_log(folder / METRICS_FILE))
-    evaluations = list(read_log(folder / EVALUATION_FILE))
+    """Charts of the loss and of drafting held-out answers, against the tokens trained on."""
+    steps = list(json_lines(folder / METRICS_FILE))
+    evaluations = list(json_lines(folder / EVALUATION_FILE))
     tokens = {step["step"]: step["supervised_tokens"] for step in steps}
     held_out = [(tokens[e["step"]], e["tau_chain"]) for e in evaluations if e["step"] in tokens]
     names = ["loss", "drafted tokens right in a row, all positions"]
@@ -109,41 +109,31 @@ def held_out_section(last: dict[str, Any]) -> Section:
     )
 
 
-def comparison_section(folder: Path) -> Section:
-    """A race of `drafthead compare`, with its picture."""
+def read_race(folder: Path) -> tuple[list[ComparisonRow], dict[str, Any]]:
+    """The rows of a race of `drafthead compare`, and all that its file says."""
     file = folder / "comparison.json"
     content = read_json(file)
     try:
         rows = TypeAdapter(list[ComparisonRow]).validate_python(content["rows"])
-        about = machine_line(content)
+        machine_line(content)
     except (KeyError, ValidationError) as error:
         reason = first_line(error)
         raise UserError(f"{file} is not a race of `drafthead compare`: {reason}") from error
+    return rows, content
+
+
+def comparison_section(folder: Path) -> Section:
+    """A race of `drafthead compare`, with its picture."""
+    rows, content = read_race(folder)
     picture = folder / "comparison.png"
     return Section(
         "Race",
-        notes=[about, EXPLAINED],
-        tables=[race_table(rows, ranges=True), *category_tables(rows)],
+        notes=[machine_line(content), EXPLAINED],
+        tables=[race_table(rows), *category_tables(rows)],
         pictures=[b64encode(picture.read_bytes()).decode()] if picture.exists() else [],
         summary="notes of the race",
         text="\n".join(content.get("notes", [])),
-        headline=headline(rows),
-    )
-
-
-def headline(rows: Sequence[ComparisonRow]) -> str:
-    """The fastest of our ways of decoding in a race, in a sentence; "" without any."""
-    ours = [row for row in rows if row.tau is not None]
-    if not ours:
-        return ""
-    best = max(ours, key=lambda row: row.speedup_hf)
-    alone = f" and {with_range(best)} times plain decoding" if best.mode != PLAIN else ""
-    speed = f"{best.tokens_per_second:.0f} tokens/s at temperature {best.temperature:g}"
-    rule = VERIFIERS.get(best.verifier)
-    lossy = "" if rule is None or rule.lossless else f" (lossy: {best.verifier})"
-    return (
-        f"{NAMES.get(best.mode, best.mode)} is fastest: {speed}{lossy}, "
-        f"{best.speedup_hf:.2f} times model.generate{alone}"
+        headline=headline(fastest(rows), content["prompts"], named),
     )
 
 
@@ -163,6 +153,17 @@ def findings_table(findings: dict[str, Finding], title: str) -> Table:
         for name, found in faults_first(findings).items()
     ]
     return Table(title, ["fault", "found", "what was seen", "what to do"], rows, words=True)
+
+
+def findings_report(
+    findings: dict[str, Finding], about: dict[str, Any], notes: Sequence[str] = ()
+) -> Report:
+    """The findings of a verb; `about` holds machine, command and what was looked at."""
+    faults = sum(found.is_fault for found in findings.values())
+    table = findings_table(findings, f"{len(findings)} checks, faults: {faults}")
+    return Report(
+        [table], notes, about | {"findings": {name: asdict(one) for name, one in findings.items()}}
+    )
 
 
 def trace_section(file: Path) -> Section:

@@ -39,9 +39,6 @@ SPEEDS: Columns = {
     "operations": lambda theory: number(theory.run_length.operations),
     "best K": lambda t: f"{t.prediction.best_length} ({t.prediction.best_speedup:.2f}x)",
 }
-# Lines of the table by K, and the fields of `LengthRow` that they show.
-QUANTITIES = {"tokens": "tokens", "formula": "speedup", "operations": "operations"}
-
 NOTICEABLE = 0.1  # a prediction that is further off gets a reason
 LEAST = 0.03  # reasons that change the prediction by less are left out
 # Of each factor: why a prediction is too high, and why it is too low.
@@ -64,7 +61,6 @@ REASONS = {
 def theory_report(found: Sequence[Theory], about: Mapping[str, Any]) -> Report:
     """All that was found; `about` holds machine, versions, command and settings."""
     speeds = table_of("a chain of K tokens: theory and measurement", SPEEDS, found)
-    tables = [alpha_table(found), depth_table(found), speeds]
     notes = [
         prediction_note(
             f"{each.drafter}, T {each.temperature:g}", each.prediction, each.speedup, each.factors
@@ -77,11 +73,10 @@ def theory_report(found: Sequence[Theory], about: Mapping[str, Any]) -> Report:
         f"`{about['command']}`",
     )
     return Report(
-        tables,
+        [alpha_table(found), depth_table(found), speeds],
         notes,
         {**about, "rows": rows, "notes": notes},
         intro,
-        [*tables, length_table(found)],
         lambda: draw(found, f"{about['target']} on {machine_line(about)}"),
     )
 
@@ -132,19 +127,6 @@ def depth_table(found: Sequence[Theory]) -> Table:
         cells += ["-"] * (deepest - len(depths))
         rows.append([theory.drafter, f"{theory.temperature:g}", *cells])
     return Table("alpha computed from distributions, and counted by depth", columns, rows)
-
-
-def length_table(found: Sequence[Theory]) -> Table:
-    """Return what the theory says of every K; a line for each quantity."""
-    longest = max(len(theory.lengths) for theory in found)
-    columns = ["drafter", "T", "K", *(str(k) for k in range(1, longest + 1))]
-    rows = []
-    for theory in found:
-        for name, field in QUANTITIES.items():
-            cells = [number(getattr(row, field)) for row in theory.lengths]
-            cells += ["-"] * (longest - len(cells))
-            rows.append([theory.drafter, f"{theory.temperature:g}", name, *cells])
-    return Table("theory by K", columns, rows)
 
 
 def share(found: Share) -> str:

@@ -1,22 +1,17 @@
-"""A trace as one page of HTML that works offline, and as coloured text for a terminal."""
+"""A trace as one page of HTML that works offline."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal
 
-from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.printing import visible
 from drafthead.infer.request.text_pieces import GrowingAnswer
 from drafthead.lab.reports.report import page
 from drafthead.lab.tracing import Trace
 
 Kind = Literal["own", "drafted", "rejected"]
-STYLES: dict[Kind, str] = {"own": "", "drafted": "green", "rejected": "red strike"}
-MARKS = {"own": ("", ""), "drafted": ("{+", "+}"), "rejected": ("[-", "-]")}
 
 
 @dataclass(frozen=True)
@@ -54,20 +49,6 @@ def spans(trace: Trace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Span]:
         yield Span(text.add(step.bonus), "own", number, None)
         left -= 1
     yield Span(text.rest(), "own", len(trace.steps) - 1, None)
-
-
-def as_text(trace: Trace, tokenizer: PreTrainedTokenizerBase, coloured: bool) -> Text:
-    """The answer with drafted text in green and rejected drafts struck through.
-
-    Without colours, drafted text stands in {+ +} and rejected drafts in [- -].
-    """
-    text = Text()
-    shown = (span for span in spans(trace, tokenizer) if span.text)
-    for kind, alike in groupby(shown, key=lambda span: span.kind):
-        before, after = ("", "") if coloured else MARKS[kind]
-        joined = visible("".join(span.text for span in alike))
-        text.append(f"{before}{joined}{after}", STYLES[kind])
-    return text
 
 
 def as_page(trace: Trace, tokenizer: PreTrainedTokenizerBase, about: dict[str, str]) -> str:

@@ -12,9 +12,9 @@ from scipy.stats import fisher_exact
 
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats.loading import load_head
-from drafthead.infer.loaded import named_draft
+from drafthead.infer.loading.loaded import named_draft
 from drafthead.lab.diagnosis.findings import Finding
-from drafthead.lab.servers.asked import Counted
+from drafthead.lab.servers.asked import DraftCounters
 from drafthead.lab.servers.audit import FALSE_ALARM, Audit, check
 from drafthead.lab.theory.chains import Chains, head_chains, named_chains
 
@@ -47,23 +47,23 @@ def accepted_drafts(audit: Audit) -> Finding | None:
     return Finding(evidence, by_position(theirs, ours))
 
 
-def decoded(audit: Audit, chains: Chains, length: int) -> Counted:
+def decoded(audit: Audit, chains: Chains, length: int) -> DraftCounters:
     """Return what decoding the prompts here accepts of a drafter's chains of `length` tokens."""
     decoder, new = chains.decoder(length), audit.max_new_tokens
     stats = decoder.generate(audit.prompts, max_new_tokens=new, use_model_defaults=False).stats
     drafts = [n - 1 for row in stats.accept_lengths for n in row]
     reached = tuple(sum(n > place for n in drafts) for place in range(length))
-    return Counted(len(drafts), reached)
+    return DraftCounters(len(drafts), reached)
 
 
-def described(found: Counted) -> str:
+def described(found: DraftCounters) -> str:
     """Counts in words."""
     shares = " ".join(f"{count / found.drafts:.0%}" for count in found.accepted if found.drafts)
     by_place = f"of {found.drafts} drafts {shares} by position, " if found.drafts else ""
     return f"{by_place}{found.length:.2f} tokens per step"
 
 
-def same(theirs: Counted, ours: Counted) -> bool:
+def same(theirs: DraftCounters, ours: DraftCounters) -> bool:
     """Whether two counts may be of the same drafts, at every position (Fisher's exact test)."""
     if not theirs.drafts:
         return abs(theirs.length - ours.length) < MEAN_ERROR * ours.length
@@ -74,7 +74,7 @@ def same(theirs: Counted, ours: Counted) -> bool:
     return all(fisher_exact(table).pvalue >= FALSE_ALARM / len(tables) for table in tables)
 
 
-def by_position(theirs: Counted, ours: Counted) -> str:
+def by_position(theirs: DraftCounters, ours: DraftCounters) -> str:
     """A likely cause by where acceptance is lost."""
     first = [count.accepted[0] / max(1, count.drafts) for count in (theirs, ours) if count.accepted]
     if len(first) < 2 or first[0] < first[1] / 3:

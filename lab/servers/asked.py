@@ -14,8 +14,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.train.distillation.connection import (
     PENALTY,
     UNFILTERED,
-    Connection,
     ServedModel,
+    ServerConnection,
     choice_of,
 )
 
@@ -40,7 +40,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Counted:
+class DraftCounters:
     """Drafts of a server: how many there were, and how many were accepted to each position."""
 
     drafts: int
@@ -54,14 +54,14 @@ class Counted:
             return self.mean_length or 1.0
         return 1 + sum(self.accepted) / self.drafts
 
-    def since(self, before: "Counted") -> "Counted":
+    def since(self, before: "DraftCounters") -> "DraftCounters":
         """Return what has been added since an earlier reading."""
         earlier = [*before.accepted, *[0] * len(self.accepted)]
         added = tuple(a - b for a, b in zip(self.accepted, earlier, strict=False))
-        return Counted(self.drafts - before.drafts, added, self.mean_length)
+        return DraftCounters(self.drafts - before.drafts, added, self.mean_length)
 
 
-def counted(text: str) -> Counted:
+def counted(text: str) -> DraftCounters:
     """The counters of drafts in a page of metrics; zeros where there are none."""
     drafts, accepted, mean = 0.0, Counter[int](), None
     for name, labels, value in METRIC.findall(text):
@@ -72,7 +72,7 @@ def counted(text: str) -> Counted:
         elif name == LENGTH:
             mean = float(value)
     places = range(max(accepted, default=-1) + 1)
-    return Counted(int(drafts), tuple(accepted[place] for place in places), mean)
+    return DraftCounters(int(drafts), tuple(accepted[place] for place in places), mean)
 
 
 class AskedServer:
@@ -80,7 +80,7 @@ class AskedServer:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ServerConnection,
         model: ServedModel,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: frozenset[int],
@@ -113,17 +113,17 @@ class AskedServer:
         body = self._body(max_tokens, 0.0, 0) | {"messages": messages, "logprobs": True}
         return self._reply(self.connection.send("chat/completions", body))
 
-    def counted(self) -> Counted:
+    def counted(self) -> DraftCounters:
         """Its counters now; zeros where it shows none."""
         url = self.connection.url.removesuffix("/v1") + "/metrics"
         try:
             page = self.connection.session.get(url, timeout=10)
         except requests.RequestException:
-            return Counted(0, ())
+            return DraftCounters(0, ())
         return counted(page.text if page.ok else "")
 
     def _body(self, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        """What all requests say: nothing of the model's own files is to change its answers."""
+        """The fields of all requests: nothing of the model's own files is to change its answers."""
         return {
             "model": self.model.name,
             "max_tokens": max_tokens,

@@ -5,7 +5,7 @@ rounding; sampled tokens should follow its law; log-probabilities should be its 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,16 +13,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.target.target import Target
-from drafthead.infer.loaded import named_draft
+from drafthead.infer import Target
+from drafthead.infer.loading.loaded import named_draft
 from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.prompts import encode_one
-from drafthead.lab.diagnosis.findings import Finding
+from drafthead.lab.diagnosis.findings import Checks, Finding
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text
 from drafthead.lab.races.divergence import rounding_step
 from drafthead.lab.races.record import QUESTIONS
-from drafthead.lab.servers.asked import AskedServer, Counted, Reply
+from drafthead.lab.servers.asked import AskedServer, DraftCounters, Reply
 from drafthead.train.distillation.connection import PENALTY
 
 # Logits that so many rounding steps of bfloat16 are apart count as a tie: servers compute in 16
@@ -74,8 +74,8 @@ class Audit:
     samples: int  # for each of two prompts
     draft: str | None = None  # what the server should draft with, as `named_draft` reads it
     greedy: list[Read] = field(default_factory=list)  # answers to the prompts, once asked
-    drafts: Counted | None = None  # of the server for those
-    drafts_here: Counted | None = None  # by the same drafter
+    drafts: DraftCounters | None = None  # of the server for those
+    drafts_here: DraftCounters | None = None  # by the same drafter
 
     def __post_init__(self) -> None:
         """Raises UserError for what is not compared here, before the server is asked anything."""
@@ -132,12 +132,8 @@ class Audit:
         )
 
 
-CHECKS: dict[str, Callable[[Audit], Finding | None]] = {}
-
-
-def check(name: str) -> Callable[[Callable[[Audit], Finding | None]], None]:
-    """Register a check under the name of what it looks at."""
-    return lambda function: CHECKS.update({name: function})
+CHECKS = Checks[Audit]()
+check = CHECKS.add
 
 
 @check("text at temperature 0")
@@ -239,7 +235,7 @@ def chat_template(audit: Audit) -> Finding | None:
 def compared_prompts(
     read: list[int], readings: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> Finding:
-    """What a server says that it has read, beside the right reading, the first, and others."""
+    """The tokens that a server has read, beside the right reading, the first, and others."""
     (ours, prompt), *_ = readings.items()
     evidence = f"the server has read {len(read)} tokens, here they are {len(prompt)}"
     found = next((name for name, ids in readings.items() if ids == read), None)

@@ -18,22 +18,22 @@ from transformers.utils import cached_file
 
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.storage.files import fresh_folder, write_text
-from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
+from drafthead.core.target.any_target import load_decoder_only, tokenizer_named, whole_folder
 from drafthead.core.target.gguf_files import gguf_of, model_folder
 from drafthead.core.target.loading import vocabulary_of
-from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats import build_head, read_foreign
 from drafthead.heads.formats.base import FORMATS, TargetFacts
 from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.files import CONFIG_FILE, read_json
+from drafthead.infer import Target
 from drafthead.infer.drafters.history import LONGEST
 from drafthead.infer.drafters.store_lookup import load_table
-from drafthead.infer.loaded import DEFAULT_CHAIN, NamedDraft, named_draft
+from drafthead.infer.loading.loaded import DEFAULT_CHAIN, NamedDraft, named_draft
 from drafthead.lab.servers.vllm_lookup import FOLDER, LookupProposer
 
-SCRIPT, FILES = "serve.sh", "head"  # in the folder that is written
+SCRIPT, FILES, TARGET = "serve.sh", "head", "target"  # in the folder that is written
 DEFAULT_K = 3  # of a head that drafts token by token and was not measured: vLLM's and llama.cpp's
 ONE_BY_ONE = ("eagle", "eagle3")  # families of which each drafted token costs a pass
 
@@ -168,7 +168,7 @@ def export_for(
         layout = exported(server, head, facts, target, temporary / FILES)
         method = METHODS[server][layout] or kind_of(temporary / FILES)
         served = Served(server, str(path), layout, method, facts.name, tokens, reason)
-        write_text(temporary / SCRIPT, script(served))
+        write_script(served, temporary)
     return served
 
 
@@ -189,10 +189,11 @@ def export_other(server: str, draft: NamedDraft, target: str, folder: Path) -> S
     with fresh_folder(folder) as temporary:
         if draft.argument:
             copytree(drafter_files(draft, target), temporary / FILES)
+            whole_folder(draft.argument, temporary / FILES)
         name, reason = draft.argument or draft.name, "the default: nothing was measured"
         layout = LAYOUTS[draft.name]
         served = Served(server, name, layout, method, target, DEFAULT_CHAIN, reason)
-        write_text(temporary / SCRIPT, script(served))
+        write_script(served, temporary)
     return served
 
 
@@ -284,11 +285,10 @@ def drafted_tokens(head: DraftHead, target: str) -> tuple[int, str]:
     speeds = [each / (1 + share * number) for number, each in enumerate(tokens, start=1)]
     best = speeds.index(max(speeds))
     return best + 1, (
-        f"most tokens for the weights read. Of {places} held-out places (acceptance.json) the "
-        f"first {head.depth} drafted tokens were right at {', '.join(f'{p:.0%}' for p in right)}: "
-        f"{tokens[best]:.2f} tokens per pass. Each drafted token reads {share:.0%} of what a pass "
-        "of the target reads. That is no measurement of the server: large batches want fewer, and "
-        "so may one whose drafts are dear"
+        f"this gives the most tokens per weight that is read, {tokens[best]:.2f} tokens per pass. "
+        f"On held-out answers the first {head.depth} drafted tokens were right in "
+        f"{', '.join(f'{p:.0%}' for p in right)} of {places} places, and each reads {share:.0%} of "
+        "the target's weights. The server was not timed: use fewer for large batches"
     )
 
 
@@ -315,6 +315,18 @@ def weights_read(head: DraftHead, target: str) -> float:
 
 
 # The script
+
+
+def write_script(served: Served, folder: Path) -> None:
+    """Write `serve.sh`, and for servers that read no GGUF file the target as they do."""
+    write_text(folder / SCRIPT, script(served))
+    if served.server != "llamacpp":
+        whole_folder(served.target, folder / TARGET)
+
+
+def target_path(served: Served) -> str:
+    """The target's folder or hub id as the shell reads it."""
+    return f'"$HERE/{TARGET}"' if gguf_of(served.target) else quote(served.target)
 
 
 def script(served: Served) -> str:
@@ -345,7 +357,7 @@ def vllm_command(served: Served) -> list[str]:
     spoken = with_files(drafts, "model") if files else quote(json.dumps(drafts))
     table = [f"  --additional-config {with_files({}, FOLDER)} \\"]
     return [
-        f'exec "${{VLLM:-vllm}}" serve {quote(str(model_folder(served.target)))} \\',
+        f'exec "${{VLLM:-vllm}}" serve {target_path(served)} \\',
         f'  --served-model-name {quote(served.model)} --port "${{PORT:-8000}}" \\',
         *(table if method == "custom_class" else []),
         f'  --speculative-config {spoken} ${{OPTIONS:-}} "$@"',
@@ -366,7 +378,7 @@ def sglang_command(served: Served) -> list[str]:
     ]
     return [
         f'exec "${{PYTHON:-python3}}" -m sglang.launch_server --model-path '
-        f"{quote(str(model_folder(served.target)))} \\",
+        f"{target_path(served)} \\",
         f'  --served-model-name {quote(served.model)} --port "${{PORT:-8000}}" --enable-metrics \\',
         f"  --speculative-algorithm {served.method} \\",
         *([] if served.method.startswith("D") else chains),  # blocks are as long as the head's

@@ -11,19 +11,19 @@ from drafthead.core.drafting.drafter import Committed, Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import FeatureSpec
-from drafthead.core.target.target import Target, TargetOutput
-from drafthead.core.trees.recipe import known
+from drafthead.core.target.target import TargetOutput
+from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.base import DraftHead
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.formats.loading import load_head
-from drafthead.infer.decoder import Decoder
+from drafthead.infer import Decoder, Target
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
 from drafthead.infer.drafters.store_lookup import DEPTH, LookupChains
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.loaded import NamedDraft, store_lookup
+from drafthead.infer.loading.loaded import NamedDraft, store_lookup
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.speedup_model import MAX_CHAIN

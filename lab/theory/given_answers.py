@@ -1,4 +1,4 @@
-"""What a drafter proposes at every place of the target's own answers (teacher forcing)."""
+"""A drafter's proposals at every place of the target's own answers (teacher forcing)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import torch
 
 from drafthead.core.drafting.drafter import Committed, Drafter
 from drafthead.core.sampling import RowRandom, SamplingConfig, probabilities
-from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import known as with_tokens
+from drafthead.core.trees.guesses import known as with_tokens
 from drafthead.core.trees.tree import Budget, TokenTree
+from drafthead.infer import Target
 
 ONE_TOKEN = Budget(2, 1)  # a chain of it
 

@@ -7,10 +7,9 @@ from itertools import accumulate
 from tqdm import tqdm
 
 from drafthead.core.sampling import SamplingConfig
-from drafthead.core.target.target import Target
-from drafthead.infer.decoder import Decoder
+from drafthead.infer import Decoder, Target
 from drafthead.lab.races.contestants import Ours
-from drafthead.lab.races.race import PLAIN, Contestant, Record, in_batches, prepare, race
+from drafthead.lab.races.race import PLAIN, Contestant, RaceRecord, in_batches, prepare, race
 from drafthead.lab.races.terms import RaceTerms
 from drafthead.lab.speedup_model import (
     ChainPrediction,
@@ -60,7 +59,7 @@ class Theory:
 
     @property
     def speedup(self) -> float:
-        """As measured, over plain decoding."""
+        """The measured speedup over plain decoding."""
         return self.tokens_per_second / self.plain_tokens_per_second
 
     @property
@@ -101,7 +100,7 @@ def decoded(
     sampling: SamplingConfig,
     terms: RaceTerms,
     length: int,
-) -> list[Record]:
+) -> list[RaceRecord]:
     """Answers to all prompts, one by one in turns: plain decoding's, then each drafter's."""
     rule = "greedy" if sampling.greedy else RULE
     contestants: list[Contestant] = [Ours(PLAIN, "none", sampling, Decoder(target))]
@@ -116,8 +115,8 @@ def decoded(
 
 def theory_of(
     chains: Chains,
-    record: Record,
-    plain: Record,
+    record: RaceRecord,
+    plain: RaceRecord,
     prompts: Sequence[list[int]],
     seed: int,
     length: int,

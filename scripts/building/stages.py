@@ -2,63 +2,62 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import join, quote
 from shutil import disk_usage, rmtree
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import json_lines, write_text
 from drafthead.core.target.any_target import tokenizer_named
 from drafthead.core.target.loading import vocabulary_of
 from drafthead.heads.formats import read_foreign
 from drafthead.heads.formats.base import TargetFacts
-from drafthead.heads.formats.checkpoint import SHIPPED_HEADS
 from drafthead.heads.formats.files import read_json
 from drafthead.heads.formats.uploading import GENERATE_FILE, card, generate_file
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.store_lookup import DEPTH, StoreLookup, load_table
-from drafthead.lab.building.answering import Answering
-from drafthead.lab.building.budget import FEWEST_TOKENS, measuring_seconds, rows_of_steps
+from drafthead.lab.building.answering import BuildAnswers
+from drafthead.lab.building.budget import (
+    FEWEST_TOKENS,
+    LEAST,
+    TRYING,
+    measuring_seconds,
+    minutes_for,
+    rows_of_steps,
+)
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices, Facts
 from drafthead.lab.building.prompts import read_rows
 from drafthead.lab.building.view import View
 from drafthead.lab.learning_curve import LearningCurve, in_words, what_more_would_bring
-from drafthead.lab.planned_training import (
-    Trial,
-    TrialOutOfMemoryError,
-    plan_training,
-    run_trial,
-)
+from drafthead.lab.races.comparison import ComparisonRow
 from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
-from drafthead.lab.reports.comparison import NAMES
+from drafthead.lab.reports.comparison import fastest, headline, named
 from drafthead.lab.reports.index import tokens_a_pass
-from drafthead.lab.reports.run_page import comparison_section, run_page
+from drafthead.lab.reports.run_page import Section, comparison_section, read_race, run_page
 from drafthead.lab.servers.export_for import METHODS, export_for, read_head
+from drafthead.lab.trial import MOST_SECONDS, Trial, TrialOutOfMemoryError, run_trial
 from drafthead.scripts import compare, options
 from drafthead.scripts.data import index
 from drafthead.scripts.explain import report, tree
 from drafthead.scripts.head import evaluate
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.run.config import load_run_config, written_override
-from drafthead.train.run.folder import BEST_BY, BEST_FOLDER, EVALUATION_FILE, read_log, summarize
-from drafthead.train.run.starting_config import target_sizes, write_starting_config
+from drafthead.train.run.folder import BEST_BY, BEST_FOLDER, EVALUATION_FILE, summarize
+from drafthead.train.run.starting_config import write_starting_config
 from drafthead.train.train_heads import train
 
-SPOKEN = {
-    "head": "the head",
-    "ngrams": "the table of n-grams",
-    "lookup": "lookup",
-}  # of what drafts
-RACED_TOKENS = 128  # of an answer, at most
+# What drafts, in words: first what needs least.
+NEEDS = {"lookup": "lookup", "ngrams": "the table of n-grams", "head": "the head"}
+RACED_TOKENS, RACED_LEAST = 128, 32  # of an answer, at most; and where no time is left
 LEAST_TRAINING = 12.0  # seconds
+LEAST_DISK = 100_000_000  # bytes: what a small head and its saved states take
 STEP_ON_GPU = 2**14  # tokens of a step: one of fewer takes as long
 
 
@@ -69,64 +68,44 @@ class Building:
         """The settings of training go into the folder `scratch` instead, if one is given."""
         self.choices, self.folder, self.path = choices, folder, folder.path
         self.fact = folder.fact
-        self.source = Answering(choices, folder)
+        self.source = BuildAnswers(choices, folder)
         self.model = options.Model(
             target=choices.target, dtype=choices.dtype, device=choices.device
         )
         self.config, self.trained = (scratch or self.path) / "train.yaml", self.path / "head"
         self.ngrams, self.raced = self.path / "ngrams", self.path / "race"
         self.features = self.path / "features"  # of the answers, while a head learns
-        self.a_graph = float(self.fact("plan", "a_graph") or 0)
+        self.a_graph, self.is_late = float(self.fact("plan", "a_graph") or 0), False
         self.view = View(self.path, {name: stage.words for name, stage in STAGES.items()}, self.tau)
 
     def first_plan(self) -> str:
-        """What will be made, and what it needs; raises UserError where it cannot fit."""
+        """The first plan, as text; raises UserError where the disk is full."""
         if "plan" in self.folder.stages:
             return (
                 f"{self.path} goes on: {len(self.folder.stages)} of {len(STAGES)} stages are done"
             )
+        self.free_disk()
         self.config.unlink(missing_ok=True)
         write_starting_config(self.choices.family, self.choices.target, self.config)
         self.settings = self.usual()
-        plan = plan_training(self.config, self.settings, 1, None, None, False, has_data=False)
-        disk, free = plan.disk.states + plan.disk.head, self.free_disk()
-        if free < disk:
-            raise UserError(
-                f"the head's files need {disk / 1e9:.1f} GB, and the disk of {self.path} has "
-                f"{free / 1e9:.1f} GB: make room, or choose another --output"
-            )
-        verdict = plan.verdict()
-        if not plan.fits:
-            raise UserError(verdict)
         chosen = self.choices
         start = f", from {chosen.init_from}" if chosen.init_from else ""
         return (
             f"{self.path}, in {in_words(60 * chosen.minutes)}: prompts, answers of "
             f"{chosen.target}, a table of n-grams, a head ({chosen.family}{start}), a race, a "
-            f"report\n{self.relatives()}training: {verdict}; {disk / 1e6:.0f} MB of disk"
-        )
-
-    def relatives(self) -> str:
-        """A line that offers the shipped heads whose target has the sizes of this one."""
-        facts = ("hidden_size", "vocab_size")
-        sizes = target_sizes(self.choices.target)
-        found = [
-            name
-            for name in (() if self.choices.init_from else SHIPPED_HEADS)
-            if (head := read_foreign(Path(name), TargetFacts())[1]).family == self.choices.family
-            and all(getattr(head.target, fact) == getattr(sizes, fact) for fact in facts)
-            and head.target.num_layers == sizes.num_hidden_layers
-        ]
-        return "".join(
-            f"--init-from {name} starts from a head of a model of the same shape: faster, if yours "
-            "is fine-tuned from that\n"
-            for name in found
+            "report"
         )
 
     def free_disk(self) -> int:
-        """Bytes that are free where the folder is, or will be."""
+        """Bytes that are free where the folder is, or will be; UserError where there are few."""
         path = self.path.absolute()
-        return disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
+        free = disk_usage(next(p for p in (path, *path.parents) if p.is_dir())).free
+        if free < LEAST_DISK:
+            raise UserError(
+                f"the disk of {self.path} is full ({free / 1e6:.1f} MB are free): make room, or "
+                "choose another --output"
+            )
+        return free
 
     @property
     def keeps(self) -> bool:
@@ -181,7 +160,7 @@ class Building:
         return max(0.0, self.left() - measuring)
 
     def expect(self) -> None:
-        """How long the stages will take, as far as that is known."""
+        """The seconds of the stages, as far as they are known."""
         for name, stage in STAGES.items():
             own = 60 * stage.share * self.choices.minutes
             self.view.expected[name] = own + self.compiling(name)
@@ -195,13 +174,11 @@ class Building:
             "race": self.race, "export": self.export, "report": self.report,
         }  # fmt: skip
         self.expect()
-        for name in STAGES:
-            if name in self.folder.stages:
-                self.view.taken[name] = self.fact(name, "seconds")
         with self.view:
             for name in STAGES:
                 if name not in self.folder.stages:
                     with self.view.stage(name):
+                        self.tell_of_time()
                         facts = works[name]()
                         self.folder.finish(name, self.view.seconds, facts)
                     if name == "plan":
@@ -209,13 +186,22 @@ class Building:
                     for sentence in facts.get("said", ()):
                         self.view.say(f"    {sentence}")
 
+    def tell_of_time(self) -> None:
+        """Say once that the time is over."""
+        if self.left() <= 0 and not self.is_late:
+            self.is_late = True
+            self.view.say(
+                f"    {in_words(60 * self.choices.minutes)} are over: goes on with the least that "
+                "a verdict needs"
+            )
+
     def tau(self) -> str:
         """The head's tau by its last evaluation, if there is one."""
-        found = [e["tau_tree"][str(BEST_BY)] for e in read_log(self.trained / EVALUATION_FILE)]
+        found = [e["tau_tree"][str(BEST_BY)] for e in json_lines(self.trained / EVALUATION_FILE)]
         return f"tau so far {found[-1]:.2f}" if found else ""
 
     def plan(self) -> Facts:
-        """How fast a head learns here, and what a token costs that is decoded alone."""
+        """Measure how fast a head learns here, and the cost of a token that is decoded alone."""
         decoder = self.source.decoder()
         prompt = read_conversations(self.source.files.test, None, 1)[0]
         text = next(m["content"] for m in prompt.messages if m["role"] == "user")
@@ -229,34 +215,41 @@ class Building:
         if self.trained.exists():  # of an earlier plan: with other settings it does not go on
             rmtree(self.path / "head_before", ignore_errors=True)
             self.trained.rename(self.path / "head_before")
+        costs = {"seconds_a_token": alone, "a_graph": self.a_graph}
+        if not self.to_learn():
+            return {**costs, "trains": False, "said": ["no time is left for a head"]}
         train_on = written_override("data.train", str(self.source.held_out))
-        data = [train_on, "data.validation=null"]
-        trial = self.fitting_trial(data)
+        trial = self.fitting_trial([train_on, "data.validation=null"])
         speed = trial.tokens_per_s
-        said = [f"a head learns {speed:,.0f} tokens/s here, in {trial.peak / 1e9:.1f} GB of memory"]
-        trains = speed * self.to_learn() / 2 >= FEWEST_TOKENS
-        if not trains:
-            said.append(
-                f"it would read less than {FEWEST_TOKENS:,} tokens in the time that is left: none "
-                "is trained, as lookup and n-grams cost nothing; for a head give --minutes "
-                f"{self.choices.minutes + 2 * FEWEST_TOKENS / speed / 60:.0f}"
-            )
+        tokens = speed * self.to_learn() / 2
         a_row = trial.tokens / trial.rows / max(1, trial.steps - 1)
         train = load_run_config(self.config, self.settings).train
-        rows = rows_of_steps(train.batch_rows, speed * self.to_learn() / 2, a_row)
+        rows = rows_of_steps(train.batch_rows, tokens, a_row)
         self.settings = changed(self.settings, "train.batch_rows", rows)
+        learns = f"a head learns {speed:,.0f} tokens/s here, in {trial.peak / 1e9:.1f} GB of memory"
         return {
-            "learning": speed, "rereading": trial.tokens_per_s_kept if self.keeps else speed,
-            "seconds_a_token": alone, "a_graph": self.a_graph, "settings": self.settings,
-            "trains": trains, "said": said,
+            **costs, "learning": speed, "settings": self.settings,
+            "rereading": trial.tokens_per_s_kept if self.keeps else speed,
+            "trains": tokens >= FEWEST_TOKENS,
+            "said": [learns, *([] if tokens >= FEWEST_TOKENS else [self.too_short(speed)])],
         }  # fmt: skip
+
+    def too_short(self, speed: float) -> str:
+        """A sentence on why no head is trained at that speed of learning, and the time it needs."""
+        used = self.folder.seconds + self.view.seconds + self.compiling(*STAGES)
+        return (
+            f"no head is trained: it should read {FEWEST_TOKENS:,} tokens at least, and there is "
+            f"time for {speed * self.to_learn() / 2:,.0f}; for a head give --minutes "
+            f"{minutes_for(2 * FEWEST_TOKENS / speed, used)}"
+        )
 
     def fitting_trial(self, data: list[str]) -> Trial:
         """A trial of training, with half as many rows at a time until the memory suffices."""
+        most = min(MOST_SECONDS, 60 * self.choices.minutes * TRYING)
         while True:
             rows = load_run_config(self.config, self.settings).train.micro_batch_rows
             try:
-                return run_trial(self.config, [*self.settings, *data])
+                return run_trial(self.config, [*self.settings, *data], most)
             except TrialOutOfMemoryError:
                 if rows == 1:
                     raise
@@ -265,23 +258,31 @@ class Building:
     def count(self) -> Facts:
         """The table of n-grams, and what it brings without training."""
         rmtree(self.ngrams, ignore_errors=True)
-        data, target = str(self.source.answers), self.choices.target
-        index.main(data=data, target=target, output=self.ngrams, rows=options.Rows())
+        if not self.source.answers.exists():
+            return {}
+        target = self.choices.target
+        self.index(self.source.answers)
         table = load_table(self.ngrams, vocabulary_of(tokenizer_named(target)))
         rows = read_rows(self.source.held_out)
         texts = [one["answer"] for row in rows for one in row["token_ids"]]
         kinds = {"lookup": PromptLookup(DEPTH), "n-grams": StoreLookup(table)}
         taus = {name: tokens_a_pass(kind, texts, BEST_BY) for name, kind in kinds.items()}
         shown = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
-        words = ["data", "index", "--data", data, "--target", target, "--output", str(self.ngrams)]
+        words = ["--data", str(self.source.answers), "--target", target]
         return {
             "tau": taus, "said": [f"tau at {BEST_BY} nodes without training: {shown}"],
-            "by_hand": join(["drafthead", *words]),
+            "by_hand": join(["drafthead", "data", "index", *words, "--output", str(self.ngrams)]),
         }  # fmt: skip
+
+    def index(self, data: Path) -> None:
+        """Count the n-grams of some answers."""
+        index.main(
+            data=str(data), target=self.choices.target, output=self.ngrams, rows=options.Rows()
+        )
 
     def train(self) -> Facts:
         """The head, for as long as there is time; a run that was killed lasts as long."""
-        if not self.fact("plan", "trains"):
+        if not self.fact("plan", "trains") or self.left() <= 0:
             return {}
         self.source.forget()
         begun = self.trained / "run.json"
@@ -289,11 +290,7 @@ class Building:
         if begun.exists():
             minutes = read_json(begun)["settings"]["train"]["max_minutes"]
         settings = changed(self.fact("plan", "settings"), "train.max_minutes", minutes)
-        forget_accelerate()
-        if not train(load_run_config(self.config, settings)):
-            raise KeyboardInterrupt
-        forget_accelerate()
-        rmtree(self.features, ignore_errors=True)
+        self.learn(settings)
         summary, answers = summarize(self.trained), self.fact("answers", "answers")
         writing = self.fact("answers", "tokens") / answers / self.fact("answers", "tokens_per_s")
         said = what_more_would_bring(self.trained, writing + summary.seconds / answers)
@@ -301,6 +298,14 @@ class Building:
             "tokens": summary.supervised_tokens, "said": said + self.against_the_table(),
             "by_hand": join(["drafthead", "train", "--config", str(self.config), *settings]),
         }  # fmt: skip
+
+    def learn(self, settings: Sequence[str]) -> None:
+        """Train a head; raises KeyboardInterrupt where that is stopped."""
+        forget_accelerate()
+        if not train(load_run_config(self.config, settings)):
+            raise KeyboardInterrupt
+        forget_accelerate()
+        rmtree(self.features, ignore_errors=True)
 
     def against_the_table(self) -> list[str]:
         """Whether n-grams draft better than the head, and how much time would change that."""
@@ -318,78 +323,94 @@ class Building:
     @property
     def head(self) -> Path | None:
         """The head to take: the one that drafted held-out answers best."""
-        if not self.fact("plan", "trains"):
-            return None
-        best = self.trained / BEST_FOLDER
-        return best if best.exists() else self.trained
+        return best_head(self.trained) if self.fact("train", "tokens") else None
 
     def evaluate(self) -> Facts:
-        """What the head accepts on held-out answers, and what trees cost here."""
+        """Measure what the head accepts on held-out answers, and what trees cost here."""
         if self.head is None:
             return {}
-        data, output = str(self.source.held_out), self.path / "evaluation.json"
-        evaluate.main(
-            head=self.head, model=self.model, data=[data], limit=200, rows=options.Rows(),
-            output=output, trace=self.path / "trace.json", save_acceptance=True,
-        )  # fmt: skip
-        forget_accelerate()
-        tree.main(
-            model=self.model, draft=str(self.head), batch=1, temperature=0.0,
-            compile=self.choices.compile, fresh=False, output=self.path / "tree.json",
-        )  # fmt: skip
-        words = ["--data", data, "--save-acceptance"]
-        tau = read_json(output)["data"][data]["tau_tree"][str(BEST_BY)]
+        # Reading an answer takes no longer than learning from it.
+        reading = self.left() / 2 * self.fact("plan", "learning") / self.fact("held out", "length")
+        limit = int(min(200, max(LEAST, reading)))
+        tau = self.measure(self.head, self.path / "evaluation.json", save=True, limit=limit)
+        if self.left() > 0:
+            tree.main(
+                model=self.model, draft=str(self.head), batch=1, temperature=0.0,
+                compile=self.choices.compile, fresh=False, output=self.path / "tree.json",
+            )  # fmt: skip
+        words = ["--data", str(self.source.held_out), "--save-acceptance"]
         return {
             "tau": tau, "said": [f"tau at {BEST_BY} nodes with the head: {tau:.2f}"],
             "by_hand": f"drafthead head evaluate {quote(str(self.head))} "
             f"{self.choices.model_options} {join(words)}",
         }  # fmt: skip
 
+    def measure(self, head: Path, output: Path, save: bool, limit: int = 200) -> float:
+        """The tau of a head on held-out answers; `save` keeps what was accepted in its folder."""
+        data = str(self.source.held_out)
+        evaluate.main(
+            head=head, model=self.model, data=[data], limit=limit, rows=options.Rows(),
+            output=output, save_acceptance=save,
+        )  # fmt: skip
+        forget_accelerate()
+        return float(read_json(output)["data"][data]["tau_tree"][str(BEST_BY)])
+
     @property
     def drafts(self) -> list[str]:
         """All that drafts, as `--draft` names it."""
-        return [*([str(self.head)] if self.head else []), f"ngrams:{self.ngrams}", "lookup"]
+        table = [f"ngrams:{self.ngrams}"] if self.ngrams.exists() else []
+        return [*([str(self.head)] if self.head else []), *table, "lookup"]
+
+    def race_size(self) -> tuple[int, int]:
+        """Prompts of the race, and tokens of an answer: as many as there is time for."""
+        ways = 7 if self.head else 4
+        racing = max(0.0, self.left() - self.compiling("race")) / 2
+        fits = int(racing / self.fact("plan", "seconds_a_token") / ways)  # tokens of each way
+        tokens = min(RACED_TOKENS, self.choices.max_new_tokens, max(RACED_LEAST, fits // LEAST))
+        length = min(tokens, self.fact("held out", "length"))
+        return max(LEAST, int(fits / length)), tokens
 
     def race(self) -> Facts:
         """All ways of decoding, on as many prompts that nothing has seen as there is time for."""
-        prompts, tokens = self.source.files.test, min(RACED_TOKENS, self.choices.max_new_tokens)
-        ways = 7 if self.head else 4
-        length = min(tokens, self.fact("held out", "length"))
-        there = len(read_rows(prompts))
-        racing = (self.left() - self.compiling("race")) / 2
-        limit = int(racing / (self.fact("plan", "seconds_a_token") * length * ways))
-        limit = max(min(4, there), min(there, limit))
-        terms = compare.Race(limit=limit, rounds=1, max_new_tokens=tokens, seed=self.choices.seed)
-        compare.run_race(
-            self.model, options.Drafting(draft=self.drafts), str(prompts), terms,
-            self.choices.compile, self.raced,
-        )  # fmt: skip
-        rows = read_json(self.raced / "comparison.json")["rows"]
-        ours = sorted((row for row in rows if row["tau"]), key=lambda row: row["speedup_hf"])
-        best, kinds = ours[-1], drafts_by_name(self.drafts)
+        prompts, (limit, tokens) = self.source.files.test, self.race_size()
+        limit = min(limit, len(read_rows(prompts)))
+        rows = self.race_with(self.drafts, limit, tokens, self.raced)
+        kinds = drafts_by_name(self.drafts)
 
-        def needs(row: Mapping[str, Any]) -> int:
-            """What must be made for this way of decoding: nothing, a table, or a head."""
-            parts = [kinds[part].name for part in row["mode"].split(" + ") if part in kinds]
-            return max([0, *({"ngrams": 1, "head": 2}.get(part, 0) for part in parts)])
+        def needs(row: ComparisonRow) -> int:
+            """The needs of a way of decoding, as its place in NEEDS: the last needs the most."""
+            parts = [kinds[part].name for part in row.mode.split(" + ") if part in kinds]
+            return max([0, *(1 + list(NEEDS).index(part) for part in parts)])
 
-        def spoken(row: Mapping[str, Any]) -> str:
-            parts = row["mode"].split(" + ")
-            named = [SPOKEN[kinds[p].name] if p in kinds else NAMES.get(p, p) for p in parts]
-            return " with ".join(named)
+        def spoken(mode: str) -> str:
+            parts = [NEEDS[kinds[p].name] if p in kinds else named(p) for p in mode.split(" + ")]
+            return " with ".join(parts)
 
-        mode = NAMES.get(best["mode"], best["mode"])
-        headline = comparison_section(self.raced).headline.replace(mode, spoken(best), 1)
-        headline += f", on {limit} prompts"
-        if simpler := [row for row in ours if needs(row) < needs(best)]:
-            share = simpler[-1]["speedup_hf"] / best["speedup_hf"]
-            headline += f"; {spoken(simpler[-1])} alone has {share:.0%} of that speed"
+        equal = sorted(fastest(rows), key=needs)
+        best = equal[0]
+        verdict = headline(equal, limit, spoken)
+        simpler = [row for row in rows if row.tau is not None and needs(row) < needs(best)]
+        if simpler:
+            other = max(simpler, key=lambda row: row.speedup_hf)
+            share = other.speedup_hf / best.speedup_hf
+            verdict += f"; {spoken(other.mode)} alone has {share:.0%} of that speed"
         return {
-            "fastest": best["mode"], "headline": headline,
+            "fastest": best.mode, "headline": verdict,
             "by_hand": f"drafthead compare{self.options_of(self.drafts)} --prompts "
             f"{quote(str(prompts))} --limit {limit} --rounds 1 --max-new-tokens {tokens} "
             f"--output {quote(str(self.raced))}",
         }  # fmt: skip
+
+    def race_with(
+        self, drafts: list[str], limit: int, tokens: int, output: Path
+    ) -> list[ComparisonRow]:
+        """Race some drafts on the first prompts that nothing has seen."""
+        terms = compare.Race(limit=limit, rounds=1, max_new_tokens=tokens, seed=self.choices.seed)
+        compare.run_race(
+            self.model, options.Drafting(draft=drafts), str(self.source.files.test), terms,
+            self.choices.compile, output,
+        )  # fmt: skip
+        return read_race(output)[0]
 
     def options_of(self, drafts: list[str]) -> str:
         """The options that name the target, what drafts, and whether passes are compiled."""
@@ -417,7 +438,10 @@ class Building:
         """The page, and the head's card."""
         page, name = self.path / "report.html", Path(self.choices.target).name
         if self.head is None:
-            write_text(page, run_page(name, [], [comparison_section(self.raced)]))
+            why = self.fact("plan", "said")
+            use = Section("Use it", why, summary="commands", text="\n".join(self.commands()))
+            race = replace(comparison_section(self.raced), headline=self.fact("race", "headline"))
+            write_text(page, run_page(name, [], [use, race]))
             return {}
         report.main(self.trained, comparison=[self.raced], output=page)
         _, foreign = read_foreign(self.head, TargetFacts())
@@ -428,13 +452,15 @@ class Building:
         return {}
 
     def ending(self) -> str:
-        """What is fastest here, and what to run."""
-        mode, target = self.fact("race", "fastest"), self.choices.target
-        named = drafts_by_name(self.drafts)
-        drafts = [str(named.get(name, name)) for name in mode.split(" + ") if name != PLAIN]
+        """The last lines: what is fastest here, what to run, and where the rest is."""
+        where = f"figures: {self.path}/report.html; choices: build.yaml there"
+        return "\n".join([self.fact("race", "headline"), *self.commands(), where])
+
+    def commands(self) -> list[str]:
+        """The command of the fastest way of decoding."""
+        drafts, target = drafts_of(self.fact("race", "fastest"), self.drafts), self.choices.target
         compiled = "" if self.choices.compile is None else f", compile={self.choices.compile}"
         lines = [
-            self.fact("race", "headline"),
             f"  drafthead chat{self.options_of(drafts)}",
             f"  drafthead serve{self.options_of(drafts)}",
             "  from drafthead.infer import Decoder",
@@ -446,13 +472,25 @@ class Building:
             lines.append(
                 f"  drafthead head export {quote(str(self.head))} --for {server} --output {output}"
             )
-        return "\n".join([*lines, f"figures: {self.path}/report.html; choices: build.yaml there"])
+        return lines
 
 
 def changed(settings: Sequence[str], name: str, value: float) -> list[str]:
     """Settings in which one has another value."""
     others = [setting for setting in settings if not setting.startswith(f"{name}=")]
     return [*others, written_override(name, value)]
+
+
+def best_head(trained: Path) -> Path:
+    """The head to take of a run's folder: the one that drafted held-out answers best."""
+    best = trained / BEST_FOLDER
+    return best if best.exists() else trained
+
+
+def drafts_of(mode: str, drafts: Sequence[str]) -> list[str]:
+    """The drafts of a way of decoding, as `--draft` names them."""
+    kinds = drafts_by_name(drafts)
+    return [str(kinds.get(name, name)) for name in mode.split(" + ") if name != PLAIN]
 
 
 def forget_accelerate() -> None:

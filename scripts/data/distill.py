@@ -9,7 +9,7 @@ from pydantic import Field
 from drafthead.core.errors import UserError
 from drafthead.core.settings import AtLeastOne, CompileSwitch, settings
 from drafthead.scripts import options
-from drafthead.train.settings import Answering, DistillSettings
+from drafthead.train.settings import AnsweringOptions, DistillSettings
 
 if TYPE_CHECKING:
     from drafthead.train.distillation.answer_source import AnswerSource
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 @settings(kw_only=True)
 class Asked(options.Rows):
-    """What is asked."""
+    """Options of what is asked."""
 
     prompts: Annotated[
-        str, typer.Option(help="Prompts: a .jsonl, .json or .parquet file, a folder or a data set.")
+        str,
+        options.OfData,
+        typer.Option(help="Prompts: a .jsonl, .json or .parquet file, a folder or a data set."),
     ]
     limit: Annotated[
         int | None, typer.Option(help="Number of rows to answer, from the start of the file.")
@@ -42,7 +44,7 @@ class Asked(options.Rows):
 
 @settings(kw_only=True)
 class Where:
-    """Where it is answered, and written."""
+    """Options of where prompts are answered, and answers written."""
 
     output: Annotated[
         str, typer.Option(help="JSONL file to write. Run the same command again to continue it.")
@@ -75,7 +77,7 @@ class Where:
     overwrite: options.Overwrite = False
 
 
-def main(*, model: options.Model, asked: Asked, answered: Answering, where: Where) -> None:
+def main(*, model: options.Model, asked: Asked, answered: AnsweringOptions, where: Where) -> None:
     """Generate the model's own answers to prompts. All user turns are answered in order."""
     from drafthead.core.target.chat_template import check_template_arguments
     from drafthead.lab.reports.data_set import print_report
@@ -123,10 +125,10 @@ def from_servers(model: options.Model, where: Where) -> "ServerSource":
     from drafthead.core.target.any_target import tokenizer_named
     from drafthead.train.distillation.connection import stored_end_ids, stored_penalty
     from drafthead.train.distillation.server import ServerSource
-    from drafthead.train.distillation.server_pool import Server
+    from drafthead.train.distillation.server_pool import PooledServer
 
     tokenizer = tokenizer_named(model.target)
-    servers = [Server(url, where.server_model, model.target) for url in where.server or ()]
+    servers = [PooledServer(url, where.server_model, model.target) for url in where.server or ()]
     ends, penalty = stored_end_ids(model.target, tokenizer), stored_penalty(model.target)
     return ServerSource(servers, tokenizer, ends, penalty)
 

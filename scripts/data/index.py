@@ -4,46 +4,40 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import TargetName
 from drafthead.scripts import options
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
 HELD_OUT = 0.02  # share of the conversations that is left out, to measure on
 MEASURED = 64  # of them, at most
-ORDERS = (2, 3, 4, 5)  # lengths of n-grams that are counted
-
-
-def an_order(value: int) -> int:
-    """The length of n-grams; raises UserError for one that is not counted."""
-    if value not in ORDERS:
-        raise UserError(f"--ngrams must be {ORDERS[0]} to {ORDERS[-1]}, got {value}")
-    return value
 
 
 def main(
     *,
     data: Annotated[
         str,
+        options.OfData,
         typer.Option(help="The model's own answers: a file of `data distill`, or logs."),
     ],
-    target: TargetName,
+    target: options.Named,
     output: options.NewFolder,
     ngrams: Annotated[
         int,
-        typer.Option(
-            help="Length of the longest n-grams, 2 to 5. Shorter n-grams make smaller tables.",
-            callback=an_order,
+        Field(
+            ge=2,
+            le=5,
+            description="Length of the longest n-grams, 2 to 5. Shorter ones make smaller tables.",
         ),
-    ] = ORDERS[-1],
+    ] = 5,
     corpus: Annotated[
         Path | None,
         typer.Option(help="Also write the answers to this file, for SGLang's external corpus."),
     ] = None,
     rows: options.Rows,
 ) -> None:
-    """Count n-grams in a model's answers, so that decoding can draft from them.
+    """Count n-grams in a model's answers, to draft from them.
 
     Nothing is trained. --draft ngrams:FOLDER then proposes what followed the same words before, at
     almost no cost. This works well if the model answers many similar requests, and better with more

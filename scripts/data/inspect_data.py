@@ -12,11 +12,14 @@ def main(
     *,
     data: Annotated[
         str,
+        options.OfData,
         typer.Option(
             help="Conversations: a .jsonl, .json or .parquet file, a folder or a data set."
         ),
     ],
-    target: Annotated[str, typer.Option(help="The model whose chat template is used.")],
+    target: Annotated[
+        str, options.OfModel, typer.Option(help="The model whose chat template is used.")
+    ],
     limit: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 3,
     row: Annotated[
         int | None, typer.Option(min=1, help="Show only this row; the first is 1.")
@@ -26,7 +29,10 @@ def main(
     ] = False,
     rows: options.Rows,
 ) -> None:
-    """Show conversations, with the tokens that are trained on in colour (in ⟦ ⟧ when piped)."""
+    """Show conversations and which tokens are trained on.
+
+    These are in colour, or in ⟦ ⟧ when piped.
+    """
     from rich.console import Console
 
     from drafthead.core.target.any_target import tokenizer_named

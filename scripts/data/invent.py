@@ -18,6 +18,7 @@ class AboutTexts:
 
     about: Annotated[
         str | None,
+        options.OfData,
         typer.Option(
             help="Write prompts about the answers in these conversations instead. Needs no "
             "--target.",
@@ -39,6 +40,7 @@ def main(
     *,
     target: Annotated[
         str | None,
+        options.OfModel,
         typer.Option(help="The chat model: a folder, a GGUF file, a hub id, or smollm2."),
     ] = None,
     inventing: Inventing,
@@ -71,17 +73,12 @@ def main(
     from drafthead.core.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
     from drafthead.train.data.conversations import read_conversations
-    from drafthead.train.prompts.invention import (
-        TooFewMessagesError,
-        check_settings,
-        invent,
-        log_report,
-    )
+    from drafthead.train.jobs.outputs import ResumableRows
+    from drafthead.train.prompts.invention import TooFewMessagesError, invent, log_report
     from drafthead.train.prompts.message_source import MessageSource, first_messages
 
     settings = InventSettings(target, bool(compile), **vars(inventing))
-    if output.exists() and not overwrite:  # before a large model is loaded
-        check_settings(output, settings)
+    ResumableRows(output, settings, overwrite).check()  # before a large model is loaded
     beginnings = inventing.beginnings
     first = first_messages(read_conversations(beginnings)) if beginnings else []
     loaded = load_decoder_only(target, inventing.dtype, device)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.core.errors import UserError
+from drafthead.scripts import options
 
 
 def main(
@@ -17,14 +17,13 @@ def main(
     trace: Annotated[
         list[Path] | None, typer.Option(help="Page from `explain trace`. Repeatable.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
+    output: options.PageFile = Path("report.html"),
 ) -> None:
     """Collect a training run and its measurements in one HTML page.
 
     The page shows training curves, accuracy on held-out answers, comparisons with pictures, the
     doctor's findings, traces and settings. It is one file and works offline.
     """
-    from drafthead.core.storage.files import write_text
     from drafthead.heads.formats.files import read_json
     from drafthead.lab.reports.run_page import (
         comparison_section,
@@ -38,8 +37,6 @@ def main(
     )
     from drafthead.train.run.folder import summarize
 
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--output {output} must end in .html: it is a page for a browser")
     record = read_json(run / "run.json")
     summary = summarize(run)
     sections = [
@@ -53,6 +50,4 @@ def main(
     settings = record["settings"]
     # The target's name alone: the page is made to be sent, and the path is in the settings.
     title = f"{settings['head']['family']} for {Path(settings['target']['name']).name}"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, run_page(title, facts_of(record, summary), sections))
-    typer.echo(f"{output} is written: open it in a browser")
+    options.write_page(output, run_page(title, facts_of(record, summary), sections))

@@ -1,6 +1,5 @@
 """`drafthead explain tree`: the cost and the gain of each tree size here, and which is chosen."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,9 @@ def main(
     *,
     model: options.Model,
     draft: Annotated[
-        str, typer.Option(help="The head: a folder, a hub id, or smollm2-eagle3.", metavar="HEAD")
+        str,
+        options.OfHead,
+        typer.Option(help="The head: a folder, a hub id, or smollm2-eagle3.", metavar="HEAD"),
     ],
     batch: BatchSize = 1,
     temperature: Annotated[
@@ -21,10 +22,7 @@ def main(
     ] = 0.0,
     compile: CompileSwitch = None,
     fresh: Annotated[bool, typer.Option(help="Measure the step times again.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Also write the results to this JSON file, and a picture next to it."),
-    ] = None,
+    output: options.JsonFile = None,
 ) -> None:
     """Show what each size of draft tree costs and gains on this machine.
 
@@ -47,6 +45,7 @@ def main(
         )
     about = {
         **describe_run(model.target, decoder.target), "head": draft, "batch": batch,
-        "rows_timed": plan.rows_timed, "temperature": temperature, "compiled": bool(compile),
+        "rows_timed": plan.rows_timed, "temperature": temperature,
+        "compiled": decoder.target.backend.fuses,
     }  # fmt: skip
     options.finish(plan_report(plan.rows, plan.notes, about), output)

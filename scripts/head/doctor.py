@@ -1,6 +1,5 @@
 """`drafthead head doctor`: why a head is accepted seldom."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -15,7 +14,9 @@ def main(
     head: options.HeadPath,
     model: options.Model,
     data: Annotated[
-        str, typer.Option(help="The model's own answers. Do not use the training data.")
+        str,
+        options.OfData,
+        typer.Option(help="The model's own answers. Do not use the training data."),
     ],
     limit: options.AnswerLimit = 100,
     rows: options.Rows,
@@ -31,21 +32,14 @@ def main(
     """
     from drafthead.lab.diagnosis.checks import CHECKS, planner_of
     from drafthead.lab.diagnosis.examination import ROW, examine, patient_of
-    from drafthead.lab.races.record import write_record
-    from drafthead.lab.reports.report import print_table
-    from drafthead.lab.reports.run_page import findings_table
+    from drafthead.lab.races.record import describe_run
+    from drafthead.lab.reports.run_page import findings_report
 
     patient = patient_of(model.load(), model.target, head, rows.reading(data, ROW, limit))
     seen = examine(patient)
-    findings = {name: found for name, look in CHECKS.items() if (found := look(seen)) is not None}
-    findings[PLANNER] = planner_of(patient)
-    faults = sum(found.is_fault for found in findings.values())
-    print_table(findings_table(findings, f"{len(findings)} checks, faults: {faults}"))
-    if output is not None:
-        record = {
-            "head": str(head),
-            "data": data,
-            "evaluation": seen.evaluation.summary(),
-            "findings": {name: asdict(found) for name, found in findings.items()},
-        }
-        write_record(output, model.target, patient.target, record)
+    findings = CHECKS.findings(seen) | {PLANNER: planner_of(patient)}
+    about = {
+        **describe_run(model.target, patient.target), "head": str(head), "data": data,
+        "evaluation": seen.evaluation.summary(),
+    }  # fmt: skip
+    options.finish(findings_report(findings, about), output)

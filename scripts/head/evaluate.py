@@ -6,19 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.settings import AtLeastOne
 from drafthead.scripts import options
 
 if TYPE_CHECKING:
     from drafthead.train.learning.evaluation import Evaluation
 
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON file for what trees of each size accept, step by step: `explain pays` combines "
-        "it with what steps take on any machine."
-    ),
+Length = Annotated[
+    AtLeastOne, Field(description="Tokens that are read of a conversation; longer ones are cut.")
 ]
 Saving = Annotated[
     bool,
@@ -36,26 +34,26 @@ def main(
     model: options.Model,
     data: Annotated[
         list[str],
+        options.OfData,
         typer.Option(help="The model's own answers. Repeatable."),
     ],
     limit: options.AnswerLimit = 200,
+    max_length: Length = 1024,
     rows: options.Rows,
     output: options.JsonFile = None,
-    trace: TraceFile = None,
     save_acceptance: Saving = False,
 ) -> None:
-    """Measure how many tokens of a model's answers a head gets accepted.
+    """Measure how many tokens of answers a head gets accepted.
 
     Nothing is generated: the model reads each answer once, the head predicts after each token, and
     decoding is simulated. This takes seconds and gives the same tau as greedy decoding of these
-    answers. Use answers that the head was not trained on. With one file per kind of request, you
-    see which kind needs more training data.
+    answers. Use answers that the head was not trained on. With one file per kind of request, or
+    per length of the prompt, you see which one needs more training data.
     """
     from drafthead.core.target.weights_hash import weights_fingerprint
     from drafthead.heads.formats.loading import load_head
-    from drafthead.lab.diagnosis.examination import ROW, ranked_answers, read_answers
+    from drafthead.lab.diagnosis.examination import ranked_answers, read_answers
     from drafthead.lab.learning_curve import what_more_would_bring
-    from drafthead.lab.paying.acceptance_trace import AcceptanceTrace, traced
     from drafthead.lab.races.record import write_record
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
@@ -66,7 +64,9 @@ def main(
         refuse_other_folder(head)
     target = model.load()
     trained, weights = load_head(head, target), weights_fingerprint(target)
-    tables = {source: read_answers(rows.reading(source, ROW, limit), target) for source in data}
+    tables = {
+        source: read_answers(rows.reading(source, max_length, limit), target) for source in data
+    }
     for source, table in tables.items():
         check_writers(source, table.writers, model.target, weights)
     ranked = ranked_answers(trained, target, tables)
@@ -76,9 +76,6 @@ def main(
         print(f"its training: {sentence}")
     if save_acceptance:
         save(head, found)
-    if trace is not None:
-        named = model.target, str(head), trained.family
-        AcceptanceTrace(*named, *traced(list(ranked.values()))).write(trace)
     if output is not None:
         summaries = {source: evaluation.summary() for source, evaluation in found.items()}
         record = {"head": str(head), "data": summaries}

@@ -12,6 +12,7 @@ from drafthead.scripts import options
 def main(
     head: Annotated[
         Path,
+        options.OfDraft,
         typer.Argument(
             help="The head: a folder or file in any known format, or OWNER/NAME on the hub. With "
             "--for also a draft model, an n-gram table, or lookup.",
@@ -34,6 +35,7 @@ def main(
     ] = None,
     target: Annotated[
         str | None,
+        options.OfModel,
         typer.Option(
             help="The head's target. Needed by formats that copy its weights, and for drafters "
             "that are not heads."
@@ -57,7 +59,8 @@ def main(
         return
     assert server is not None
     served = export_named(server, str(head), target, output)
-    print(f"{output}/{SCRIPT}: {served.layout}, method {served.method}, K = {served.tokens}")
-    print(f"K: {served.reason}")
-    print(f"PORT=8000 sh {output}/{SCRIPT} starts it. Does it write the target's text then?")
-    print(f"drafthead audit http://127.0.0.1:8000 --target {served.target} --head {served.head}")
+    print(f"{output}/{SCRIPT}: {served.layout}, method {served.method}")
+    print(f"K = {served.tokens} draft tokens: {served.reason}")
+    print(f"start the server: PORT=8000 sh {output}/{SCRIPT}")
+    audited = f"http://127.0.0.1:8000 --target {served.target} --head {served.head}"
+    print(f"then test it: drafthead audit {audited}")

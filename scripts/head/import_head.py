@@ -15,6 +15,7 @@ def main(
     output: options.NewFolder,
     target: Annotated[
         str | None,
+        options.OfModel,
         typer.Option(
             help="The head's target: a folder or hub id. It supplies what the checkpoint lacks, "
             "and copies of its weights are compared with it."

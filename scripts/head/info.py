@@ -1,4 +1,4 @@
-"""`drafthead head info`: what a checkpoint holds, ours or another's, or the copy of a GGUF file."""
+"""`drafthead head info`: what a checkpoint holds, ours or another's, or a GGUF file says."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,11 @@ from drafthead.scripts import options
 def main(
     path: options.HeadPath,
 ) -> None:
-    """Show what a head's checkpoint contains: family, target, size, features, vocabulary, origin.
+    """Show what a head's checkpoint contains, in any known format.
 
-    For a target in a GGUF file, show what its bfloat16 copy contains and what was compared with the
-    file. A damaged checkpoint is refused, as by all other commands. The table names what could not
-    be checked without the target.
+    The table has its family, target, size, features, vocabulary and origin. For a target in a GGUF
+    file, show which of its keys are followed. A damaged checkpoint is refused, as by all other
+    commands. The table names what could not be checked without the target.
     """
     from rich.markup import escape
 
@@ -21,12 +21,12 @@ def main(
     from drafthead.core.target.gguf_files import ACCOUNT_FILE, model_folder
     from drafthead.heads.formats import build_head, read_foreign
     from drafthead.heads.formats.base import TargetFacts
-    from drafthead.lab.reports.head import rows_of, rows_of_copy
+    from drafthead.lab.reports.head import rows_of, rows_of_file
     from drafthead.lab.reports.report import Table, print_table
 
     account = Path(model_folder(path)) / ACCOUNT_FILE
     if account.exists():
-        rows = rows_of_copy(json.loads(account.read_text(encoding="utf-8")), account.parent)
+        rows = rows_of_file(json.loads(account.read_text(encoding="utf-8")), account.parent)
         print_table(Table(escape(printable(str(path))), ("", "value"), rows))
         return
     known, foreign = read_foreign(path, TargetFacts())

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                  "validation": str(folder / "validation.jsonl")},
         "train": {"minutes": 0.01, "output": str(folder / "out")},
         "race": {"prompts": str(folder / "test.jsonl"), "temperatures": [0], "limit": 2,
-                 "max_new_tokens": 8, "rounds": 1, "engines": ["eager"], "tree_nodes": [6]},
+                 "max_new_tokens": 8, "rounds": 1, "tree_nodes": [6]},
         "entries": {
             "medusa": {**entry, "overrides": ["head.num_heads=2"]},
             "eagle": {**entry, "overrides": ["head.family=eagle", "head.depth=2"],
@@ -73,12 +73,12 @@ def test_a_leaderboard_is_trained_raced_and_written_and_then_left_alone(folder, 
     assert [entry["name"] for entry in content["entries"]] == ["medusa", "eagle"]
     for entry in content["entries"]:
         assert entry["parameters"] > 0 and entry["training"]["seconds"] >= 60 * 0.01
-    modes = {row["mode"] for row in content["races"]["eager-6"]["rows"]}
+    modes = {row["mode"] for row in content["races"]["race-6"]["rows"]}
     assert {"plain", "generate", "head medusa", "head eagle"} <= modes
     text = (folder / "out" / "leaderboard.md").read_text()
     assert "| medusa | medusa |" in text and "| head eagle |" in text and "| - eagle |" in text
 
-    raced = folder / "out" / "eager-6" / "comparison.json"
+    raced = folder / "out" / "race-6" / "comparison.json"
     before = raced.stat().st_mtime_ns
     capfd.readouterr()
     run_board(load_board(folder / "board.yaml"))
@@ -108,7 +108,7 @@ def test_a_failed_training_names_its_verb_and_keeps_the_others(folder, monkeypat
     with pytest.raises(UserError, match="drafthead train .*heads/eagle"):
         run_board(board)
     assert summarize(folder / "failing" / "heads" / "medusa").steps > 0
-    assert not (folder / "failing" / "eager-6").exists()
+    assert not (folder / "failing" / "race-6").exists()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_an_entry_that_cannot_work_is_refused_before_anything_is_trained(
         ("entries.bad={config: x, overides: []}", "unknown setting.*overrides"),
         ("entries.bad={config: FOLDER/run.yaml, baseline: good}", "'good' of bad is no entry"),
         ("race.prompts=FOLDER/validation.jsonl", "trained or measured on"),
-        ("race.engines=[fast]", "race.engines"),
+        ("race.tree_nodes=[fast]", "race.tree_nodes"),
         ("train.minutes=0", "above 0"),
         ("train.seconds=9", "unknown setting train.seconds"),
     ],

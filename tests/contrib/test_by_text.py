@@ -18,6 +18,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
+from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.model_drafter import model_drafter
@@ -247,7 +248,7 @@ def test_nodes_have_scores_by_which_lookup_beside_them_compares(nodes: int) -> N
     session = drafter.start(torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]))
     lengths, nothing = torch.tensor([len(text) - 1]), Features(last=None)
     session.commit(Committed(torch.tensor([text[1:]]), nothing, lengths))
-    tree = session.propose(budget, SamplingConfig(temperature=0.0), None)
+    tree = known(session.propose(budget, SamplingConfig(temperature=0.0), None))
     assert tree.num_nodes > 1 and tree.tokens[0, 0] == text[-1]
 
 

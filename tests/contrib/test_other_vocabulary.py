@@ -4,6 +4,8 @@ import copy
 import random
 
 import pytest
+from architectures import STATEFUL, tiny_model
+from stages import more
 from tiny import byte_tokenizer, letters_tokenizer, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -186,6 +188,15 @@ def test_a_draft_model_without_a_tokenizer_must_have_as_many_tokens(pair) -> Non
     assert type(model_drafter(Target(twin.model), target, 2)) is DraftModel
     with pytest.raises(UserError, match="has no tokenizer that says what its 65 tokens are"):
         model_drafter(Target(tiny_llama(vocab_size=65)), target, 2)
+
+
+@pytest.mark.parametrize("name", [name if name == "lfm2" else more(name) for name in STATEFUL])
+def test_a_draft_model_that_cannot_go_back_is_refused(name: str) -> None:
+    letters = "".join(map(chr, range(0x4E00, 0x4E40)))
+    target = Target(tiny_llama(), letters_tokenizer(letters))
+    own = Target(tiny_model(name, STATEFUL[name]), letters_tokenizer(letters[::-1]))
+    with pytest.raises(UserError, match="another tokenizer is not available for .* running state"):
+        model_drafter(own, target, 2)
 
 
 def slow_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from alone import Alone
+from rehearsal import rehearse
 from tiny import VOCAB, random_prompts, tiny_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.backends.compiled import Compiled
-from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.backends.cuda.tree_kernels import TreeKernels
+from drafthead.backends.cuda.recorded_target import RecordedTarget
+from drafthead.backends.cuda.tree_kernels import CudaTreeKernels
 from drafthead.contrib.own_layers.own_layers import OwnLayers
 from drafthead.contrib.own_layers.part import part_of
 from drafthead.core.drafting.drafter import Committed
@@ -44,6 +44,7 @@ MODELS = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True},
     "gpt2": {},
+    "bert": {"is_decoder": True},  # whose layers are in a module of their own
     "bloom": {},  # ALiBi
     "mistral": {"sliding_window": WINDOW},
     "gemma3_text": {**MIXED, "query_pre_attn_scalar": 8},  # rotations by the kind of layer as well
@@ -126,21 +127,18 @@ def test_no_committed_token_is_read_by_the_draft(target: Target, monkeypatch) ->
     assert read == [(1, 1)] * DEPTH * steps, "roots and drafted tokens alone"
 
 
-@pytest.mark.parametrize("way", ["not traced", pytest.param("whole", marks=pytest.mark.slow)])
-def test_compiled_drafts_are_the_eager_ones(monkeypatch, way: str) -> None:
-    """A graph is given the keys of the layers that draft, which it knows by their own numbers."""
-    if way == "not traced":
-        monkeypatch.setattr(Compiled, "__call__", lambda self, *given: self._uncompiled(given))
+def test_recorded_drafts_are_the_eager_ones(monkeypatch) -> None:
+    """A pass is given the keys of the layers that draft, which it knows by their own numbers."""
+    rehearse(monkeypatch)
     target, answers = make_model("llama"), []
-    for compiles in (False, True):
-        drafter = OwnLayers(target, [0, 2, 3], 2)
-        if compiles:
-            drafter.compile()
-        decoder = Decoder(target, drafter, Budget(3, 2))
+    for each in (target, RecordedTarget(target, fuses=False)):
+        drafter = OwnLayers(each, [0, 2, 3], 2)
+        drafter.compile(each)
+        decoder = Decoder(each, drafter, Budget(3, 2))
         answers.append(decoder.generate(TEXTS[0], max_new_tokens=24))
-    eager, graphs = answers
-    assert graphs.sequences == eager.sequences
-    assert graphs.stats.accept_lengths == eager.stats.accept_lengths
+    eager, recorded = answers
+    assert recorded.sequences == eager.sequences
+    assert recorded.stats.accept_lengths == eager.stats.accept_lengths
     assert eager.stats.tau > 1, "a draft that is never accepted shows nothing"
 
 
@@ -208,7 +206,7 @@ def test_a_part_on_a_gpu_is_recorded_with_masks(monkeypatch) -> None:
     part = part_of(make_model("llama"), [1, 3])
     names = "model", "tokenizer", "dtype", "numbers"
     there = {name: getattr(part, name) for name in names} | {"device": torch.device("cuda")}
-    monkeypatch.setattr(TreeKernels, "for_model", lambda *_: object())
+    monkeypatch.setattr(CudaTreeKernels, "for_model", lambda *_: object())
     monkeypatch.setattr(CacheMemory, "on", lambda _: FRESH)  # which asks the device
-    compiled = CompiledTarget(SimpleNamespace(**there), fuses=False)
+    compiled = RecordedTarget(SimpleNamespace(**there), fuses=False)
     assert compiled.numbers == (1, 3) and compiled.kernels is None

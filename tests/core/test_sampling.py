@@ -128,10 +128,8 @@ def test_sampling_inverts_the_cumulative_mass() -> None:
 
 def drawn(logits: torch.Tensor, sampling: SamplingConfig, keys: torch.Tensor) -> torch.Tensor:
     """Tokens [M] drawn as the graph of a step draws them, from logits [M, V] with keys [M]."""
-    tokens = torch.zeros_like(keys)[:, None]
     settings = settings_of(sampling, len(keys))
-    tree = tokens, tokens - 1, keys[:, None]
-    return draw(logits[:, None], *tree, settings, not sampling.whole)[:, 0]
+    return draw(logits[:, None], keys[:, None], settings, not sampling.whole)[:, 0]
 
 
 @pytest.mark.parametrize("law", [probabilities, draft_distribution])
@@ -155,7 +153,7 @@ def test_graphs_draw_each_row_as_if_it_were_alone() -> None:
     logits[0, 3] = -torch.inf
     keys = torch.arange(200).expand(len(laws), -1)
     settings = RowSampling(tuple(laws)).settings(torch.device("cpu"))
-    together = draw(logits, keys, keys, keys, settings, True)
+    together = draw(logits, keys, settings, True)
     for number, row in enumerate(laws):
         if row.greedy:
             assert torch.equal(together[number], most_probable(logits[number]))

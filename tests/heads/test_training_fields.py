@@ -1,4 +1,4 @@
-"""Heads that differ only in how they were trained share compiled graphs and measured costs."""
+"""Heads that differ only in how they were trained share measured costs."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from drafthead.backends.fingerprint import described
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.base import HEADS, DraftHead, drafting_fields, is_for_training
@@ -65,11 +64,7 @@ def test_what_only_training_reads_does_not_change_a_draft(
     assert any(len(tree) > 1 for tree in trees[0]), "something was drafted"
 
 
-def test_such_heads_share_graphs_and_costs(
-    twins: tuple[DraftHead, DraftHead], target: Target
-) -> None:
-    first, second = (described(head, lambda thing: str(type(thing))) for head in twins)
-    assert first == second
+def test_such_heads_share_costs(twins: tuple[DraftHead, DraftHead], target: Target) -> None:
     first, second = (repr(drafter_for(head, target, TreeShape.chain(3))) for head in twins)
     assert first == second
 
@@ -78,6 +73,4 @@ def test_heads_of_other_shapes_share_nothing(
     target: Target, make_head: Callable[..., DraftHead]
 ) -> None:
     heads = [make_head("eagle3", target, depth=depth) for depth in (5, 6)]
-    one, other = (described(head, lambda thing: str(type(thing))) for head in heads)
-    assert one != other
     assert drafting_fields(heads[0].config) != drafting_fields(heads[1].config)

@@ -17,7 +17,7 @@ from tiny import random_prompts  # noqa: E402
 from drafthead.core.errors import UserError  # noqa: E402
 from drafthead.core.target.any_target import load_decoder_only  # noqa: E402
 from drafthead.core.target.placement import Placement  # noqa: E402
-from drafthead.core.trees.recipe import Proposal  # noqa: E402
+from drafthead.core.trees.guesses import Proposal  # noqa: E402
 from drafthead.heads.families.head_drafter import drafter_for  # noqa: E402
 from drafthead.infer import Decoder  # noqa: E402
 from drafthead.infer.planning.planner import PlannedDecoding, Propose  # noqa: E402
@@ -32,7 +32,7 @@ def by_chance(self: PlannedDecoding, propose: Propose, ahead: bool = False) -> P
     size = chance.choice(self.plan.sizes)
     self.made = [(size, False)]
     proposal = None if size is None else propose(size)
-    return proposal if size is None or size.depth else proposal.best(size.nodes)
+    return proposal if size is None or size.levels else proposal.best(size.nodes)
 
 
 PlannedDecoding.draft = by_chance

@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 
-from drafthead.backends.compiled import Compiled
+from drafthead.backends.cuda.recorded import Recorded
 from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.answers.results import repeated_ngram_share
@@ -18,9 +18,9 @@ from drafthead.lab.races.contestants import Ours, Transformers, up_to_end
 from drafthead.lab.races.divergence import Divergence
 from drafthead.lab.races.race import (
     GENERATE,
-    Answers,
     Contestant,
-    Record,
+    RacedAnswers,
+    RaceRecord,
     StepLedger,
     prepare,
     race,
@@ -161,9 +161,9 @@ def test_baselines_have_speedup_one_over_themselves(small_race) -> None:
 def test_the_interval_of_a_speedup_is_that_of_resampled_prompts() -> None:
     """Two prompts, 3 and 1 times as fast in equal time: 2 is the speedup, from 1 to 3."""
 
-    def record(mode: str, *tokens: int) -> Record:
-        answers = [Answers([[0] * n], n, 1.0, 0.0, DecodeStats()) for n in tokens]
-        return Record(Ours(mode, "none", SamplingConfig(), None), [answers])
+    def record(mode: str, *tokens: int) -> RaceRecord:
+        answers = [RacedAnswers([[0] * n], n, 1.0, 0.0, DecodeStats()) for n in tokens]
+        return RaceRecord(Ours(mode, "none", SamplingConfig(), None), [answers])
 
     plain = record("plain", 10, 10)
     assert _interval(record("head", 30, 10), plain) == (1.0, 3.0)
@@ -201,7 +201,9 @@ def test_one_category_is_no_table_and_answers_of_one_token_have_no_speed(small_r
     records, _ = small_race
     assert not category_tables(rows_of(records, 0.0, frozenset({7}), ["maths", "maths"]))
     assert not category_tables(rows_of(records, 0.0, frozenset({7}), [None, None]))
-    short = [replace(record, answers=[[Answers([[1]], 0, 0.0, 0.1)]] * 2) for record in records]
+    short = [
+        replace(record, answers=[[RacedAnswers([[1]], 0, 0.0, 0.1)]] * 2) for record in records
+    ]
     for record, old in zip(short, records, strict=True):
         record.answers = [[a, b[1]] for (a,), b in zip(record.answers, old.answers, strict=True)]
     rows = rows_of(short, 0.0, frozenset({7}), ["one token", "prose"])
@@ -253,7 +255,7 @@ def test_a_report_is_a_table_a_picture_and_json(small_race, tmp_path) -> None:
     }  # fmt: skip
     assert all(wanted <= set(row) for row in content["rows"])
     text = (tmp_path / "out" / "comparison.md").read_text()
-    assert race_table(rows, ranges=True).markdown() in text and text.endswith("a note\n")
+    assert race_table(rows).markdown() in text and text.endswith("a note\n")
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -276,13 +278,15 @@ def test_the_picture_begins_with_model_generate_as_one() -> None:
     assert "times as fast as transformers' model.generate" in axes.get_xlabel()
 
 
-def test_an_answer_that_had_to_be_compiled_for_is_timed_again(monkeypatch) -> None:
+def test_an_answer_that_had_to_be_recorded_for_is_timed_again(monkeypatch) -> None:
     class Compiling(Contestant):
-        def decode(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> Answers:
+        def decode(
+            self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+        ) -> RacedAnswers:
             seeds.append(seed)
             if len(seeds) == 2:  # the first is the warm-up
-                monkeypatch.setattr(Compiled, "made", Compiled.made + 1)
-            return Answers([[1, 2]], 1, float(len(seeds)), 0.0)
+                monkeypatch.setattr(Recorded, "made", Recorded.made + 1)
+            return RacedAnswers([[1, 2]], 1, float(len(seeds)), 0.0)
 
     seeds: list[int] = []
     contestant = Compiling("ours", "none", SamplingConfig())

@@ -8,6 +8,6 @@ from drafthead.lab.exactness.oracle import OracleDecoder
 
 
 def test_the_oracle_decodes_without_the_engines_steps(target: Target, monkeypatch) -> None:
-    monkeypatch.delattr(Stepper, "verified")
+    monkeypatch.delattr(Stepper, "launch")
     [answer] = OracleDecoder(target).generate(random_prompts(1), max_new_tokens=4).sequences
     assert len(answer) == 4

@@ -61,8 +61,8 @@ def plan(plain: float, small: float, large: float) -> AdaptivePlan:
 @pytest.mark.parametrize(
     ("seconds", "nodes", "sentence"),
     [
-        ((4, 5, 7), 4, "4 nodes: 1.90 tokens in 5e+03 ms beat plain decoding's 1 in 4e+03 ms"),
-        ((0.004, 0.005, 0.0051), 8, "by 1.65x; 4 nodes would bring 1.90 in 5 ms, 1.52x"),
+        ((4, 5, 7), 4, "a tree of 4 nodes and depth 2: 1.90 tokens in 5e+03 ms beat plain"),
+        ((0.004, 0.005, 0.0051), 8, "; a tree of 4 nodes and depth 2 would bring 1.90 in 5 ms"),
         ((0.004, 0.009, 0.012), 1, "plain decoding: no tree beats its 1 token in 4 ms clearly"),
     ],
 )
@@ -81,14 +81,13 @@ def test_counts_without_their_total_are_no_chances() -> None:
     assert StaticTrees({(0,): 3}, 1).chances(Budget(2, 1)) is None
 
 
-def test_a_plan_is_written_as_json_and_picture(tmp_path) -> None:
+def test_a_plan_is_written_as_json(tmp_path) -> None:
     rows = plan_rows(plan(0.004, 0.005, 0.0051))
     about = {"head": "h", "target": "t", "dtype": "float32"}
     plan_report(rows, ["because"], about).write(tmp_path / "new" / "plan.json")
     content = json.loads((tmp_path / "new" / "plan.json").read_text())
     assert content["choice"] == {"nodes": 8, "depth": 3} and content["reason"] == "because"
     assert [size["nodes"] for size in content["sizes"] if size["chosen"]] == [8]
-    assert (tmp_path / "new" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_profiler_sees_the_phases_of_a_step(target) -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from drafthead.infer.engine.stats import DecodeStats
-from drafthead.lab.races.race import Answers, Place, Turn, UnfinishedRace
+from drafthead.lab.races.race import RaceBatch, RacedAnswers, RaceTurn, UnfinishedRace
 
 MADE_OF = {"command": "compare", "prompts": [([1, 2], None)]}
 STATS = DecodeStats({"draft": 0.1}, 1.5, 3, 9, 0, [[1, 2], [3]], [2, 2])
 TURNS = {
-    "plain": Turn(Answers([[4, 5], [6]], 3, 1 / 3, 0.1, STATS), 7),
-    "generate": Turn(Answers([[4, 5], [6]], 3, 0.7, 0.1), 9),
+    "plain": RaceTurn(RacedAnswers([[4, 5], [6]], 3, 1 / 3, 0.1, STATS), 7),
+    "generate": RaceTurn(RacedAnswers([[4, 5], [6]], 3, 0.7, 0.1), 9),
 }
-FIRST, SECOND = Place(0.0, 0, 0), Place(0.0, 0, 1)
+FIRST, SECOND = RaceBatch(0.0, 0, 0), RaceBatch(0.0, 0, 1)
 
 
 @pytest.fixture

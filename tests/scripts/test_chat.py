@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny import write_target
+from tiny import target_folder
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -19,11 +19,7 @@ pytestmark = pytest.mark.usefixtures("steady_steps")
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_target(folder, max_position_embeddings=512, initializer_range=0.02)
-    return folder
+folder = target_folder(max_position_embeddings=512, initializer_range=0.02)
 
 
 def decoder(folder: Path) -> Decoder:

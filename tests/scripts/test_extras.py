@@ -19,7 +19,7 @@ PACKAGES = {
     if extra in ("train", "lab", "serve")
 }
 # huggingface_hub and transformers bring these, whatever is asked for.
-BROUGHT = {"requests", "urllib3", "filelock", "pyarrow"}
+BROUGHT = {"requests", "urllib3", "pyarrow"}
 RUN = """
 import json, sys
 modules, *commands = json.loads(sys.argv[1])

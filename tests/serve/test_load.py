@@ -1,31 +1,25 @@
 """What one request costs is bounded, and what fails in one does not reach the others."""
 
-import asyncio
-import http.client
 import json
-import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi.testclient import TestClient
-from tiny import byte_tokenizer, tiny_llama
+from tiny import byte_target
 
-from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
-from drafthead.infer.running_rows import RunningRows
+from drafthead.infer.scheduling.running_rows import RunningRows
 from drafthead.infer.timing.plans import MOST_PLANS, StepKind
-from drafthead.serve import connections, json_grammar
+from drafthead.serve import json_grammar
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.app import make_app
-from drafthead.serve.connections import Connection
+from drafthead.serve.decode_loop import Inbox
 from drafthead.serve.limits import MOST_BIASES, MOST_STOP_CHARACTERS, MOST_STOPS
+from drafthead.serve.protocol import ChatRequest
 from drafthead.serve.server_options import ServerOptions
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -34,9 +28,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    tokenizer = byte_tokenizer()
-    end = tokenizer.eos_token_id
-    return Decoder(Target(tiny_llama(vocab_size=len(tokenizer), eos_token_id=end), tokenizer))
+    return Decoder(byte_target())
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +96,7 @@ def test_a_schema_that_takes_too_long_to_compile_is_refused_and_others_are_not(
 
 def test_prompts_are_scored_in_turns_and_no_more_than_may_wait(decoder, monkeypatch) -> None:
     monkeypatch.setattr("drafthead.infer.answers.score_record.SCORED", 8)
-    with TestClient(make_app(decoder, ServerOptions("tiny", max_batch=1, max_queue=1))) as client:
+    with TestClient(make_app(decoder, ServerOptions("tiny"))) as client:
         loop = client.app.state.server.loop
         turns: list[str] = []
         turn = loop.scorings.turn
@@ -115,9 +107,6 @@ def test_prompts_are_scored_in_turns_and_no_more_than_may_wait(decoder, monkeypa
         whole = client.post(COMPLETIONS, json={**body, "prompt": "abc" * 2}).json()
         short = whole["choices"][0]["logprobs"]["token_logprobs"]
         assert found["token_logprobs"][1:6] == pytest.approx(short[1:], abs=1e-4)
-        monkeypatch.setattr(type(loop.scorings), "count", 5)
-        monkeypatch.setattr(loop.scorings, "turn", lambda: time.sleep(0.01) or [])
-        assert client.post(COMPLETIONS, json=body).status_code == 429
 
 
 def once(monkeypatch: Any, owner: type, name: str, error: BaseException) -> None:
@@ -195,91 +184,17 @@ def test_an_answer_that_is_given_up_while_it_waits_is_counted(decoder) -> None:
         assert client.post(CHAT, content=asked, headers=JSON).status_code == 200
 
         async def waits() -> None:
-            from drafthead.serve.decode_loop import Inbox
-            from drafthead.serve.protocol import ChatRequest
-
             chat = ChatRequest(messages=MESSAGES, max_tokens=3)
-            jobs = server.reader.jobs(chat, Inbox())
-            server.loop.waiting.extend(jobs)  # the thread is not told
-            server.loop.cancel(jobs)
+            jobs = [*server.reader.jobs(chat, Inbox()), *server.reader.jobs(chat, Inbox())]
+            server.loop.line.spare = 0
+            server.loop.submit(jobs)
+            server.loop.cancel(jobs[1:])  # before the thread can be done with the first
 
-        asyncio.run(waits())
+        client.portal.call(waits)
         assert 'finished_reason="abort",model_name="tiny"} 1.0' in client.get("/metrics").text
 
 
 JSON = {"Content-Type": "application/json"}
-
-
-@contextmanager
-def listening(decoder: Decoder) -> Iterator[int]:
-    """The port of a server that runs in a thread."""
-    app = make_app(decoder, ServerOptions("tiny", max_batch=2))
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=Connection, log_level="error", access_log=False)
-    )
-    thread = Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def asks(port: int) -> int:
-    """The status of an answer."""
-    line = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    line.request("POST", CHAT, json.dumps({"messages": MESSAGES, "max_tokens": 2}), JSON)
-    return line.getresponse().status
-
-
-def opened(port: int, sent: bytes) -> socket.socket:
-    """A connection that has sent something."""
-    line = socket.create_connection(("127.0.0.1", port), timeout=20)
-    line.sendall(sent)
-    return line
-
-
-def at_once(count: int, work: Callable[[], Any]) -> list[Future[Any]]:
-    """The ends of some work that many threads do at a time."""
-    with ThreadPoolExecutor(count) as threads:
-        return [threads.submit(work) for _ in range(count)]
-
-
-def is_closed(line: socket.socket) -> bool:
-    """Whether the server closes a connection soon."""
-    try:
-        return line.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
-NO_BODY = HALF + b"ngth: 50\r\nContent-Type: application/json\r\n\r\n{"
-
-
-def test_connections_without_a_request_are_closed_and_make_room(decoder, monkeypatch) -> None:
-    monkeypatch.setattr(Connection, "most", 5)
-    with listening(decoder) as port:
-        assert [thread.result() for thread in at_once(7, lambda: asks(port))] == [200] * 7
-        half = [opened(port, HALF) for _ in range(12)]
-        assert asks(port) == 200
-        assert is_closed(half[0]), "the oldest are closed"
-        monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
-        late = opened(port, HALF)
-        assert is_closed(late) and asks(port) == 200
-        for line in [*half, late]:
-            line.close()
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(decoder, monkeypatch) -> None:
-    monkeypatch.setattr("drafthead.serve.app.BODY_SECONDS", 0.2)
-    with listening(decoder) as port:
-        late = opened(port, NO_BODY)
-        assert b" 408 " in late.recv(100)
-        late.close()
 
 
 def test_plans_of_ever_new_temperatures_are_forgotten(decoder) -> None:

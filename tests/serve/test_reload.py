@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from drafters import make_head
 from fastapi.testclient import TestClient
-from tiny import byte_tokenizer, tiny_llama
+from serve_stream import events
+from tiny import byte_target
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.target import Target
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
@@ -27,9 +27,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def make_decoder(seed: int = 0) -> Decoder:
-    tokenizer = byte_tokenizer()
-    model = tiny_llama(seed, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    return Decoder(Target(model, tokenizer), PromptLookup(3))
+    return Decoder(byte_target(seed=seed), PromptLookup(3))
 
 
 # ---- other drafts --------------------------------------------------------------------------------
@@ -45,15 +43,14 @@ def test_drafts_change_under_load_and_no_answer_is_lost(tmp_path: Path) -> None:
     plain = Decoder(decoder.target)
     prompts = [decoder.tokenizer(text)["input_ids"] for text in texts]
     expected = [plain.generate(ids, max_new_tokens=40).texts[0] for ids in prompts]
-    options = ServerOptions("tiny", max_batch=4, api_keys=("secret",))
+    options = ServerOptions("tiny", max_batch=4, api_keys=("secret",), drafts_from=(tmp_path,))
     with TestClient(make_app(decoder, options), headers=KEY) as client:
 
         def ask(number: int) -> str:
             body = {"prompt": texts[number], "temperature": 0, "max_tokens": 40}
             if number % 2:
                 return client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
-            parts = client.post(COMPLETIONS, json={**body, "stream": True}).text.split("\n\n")[:-2]
-            chunks = [json.loads(part.removeprefix("data: ")) for part in parts]
+            chunks = events(client.post(COMPLETIONS, json={**body, "stream": True}).text)
             return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
         with ThreadPoolExecutor(6) as pool:
@@ -66,6 +63,8 @@ def test_drafts_change_under_load_and_no_answer_is_lost(tmp_path: Path) -> None:
                 loaded = client.post(DRAFTS, json={"draft": drafts})
                 assert loaded.status_code == 200, loaded.text
                 names.append(loaded.json()["drafters"])
+                listed = [drafts] if isinstance(drafts, str) else drafts
+                assert client.get(DRAFTS).json() == {"draft": listed, "drafters": names[-1]}
             assert [each.result() for each in found] == expected
         assert names == [["head", "lookup"], [], ["head"], ["lookup"], ["head", "answers"]]
         assert [ask(number) for number in range(4)] == expected[:4]
@@ -74,8 +73,9 @@ def test_drafts_change_under_load_and_no_answer_is_lost(tmp_path: Path) -> None:
         assert {answer["choices"][0]["text"] for answer in answers} == {expected[0]}
         # A draft that loses time is left out, though not of all answers.
         assert any("metrics" in answer for answer in answers)
+        before = client.get(DRAFTS).json()
         refused = client.post(DRAFTS, json={"draft": [str(tmp_path / "nothing")]})
-        assert refused.status_code == 400
+        assert refused.status_code == 400 and client.get(DRAFTS).json() == before
         assert client.post(DRAFTS, json={"draft": "lookup"}, headers=dict(KEY)).status_code == 200
         assert not client.app.state.server.loop.running
 
@@ -119,13 +119,30 @@ def test_answers_are_recorded_as_rows_that_training_reads(tmp_path: Path, caplog
     assert len(rows) == 3
     for row, answer in zip(rows, found, strict=False):
         [choice], [turn] = answer["choices"], row.tokens.answers
-        assert turn.prompt == choice["prompt_token_ids"] and turn.answer == choice["token_ids"]
+        assert turn.prompt == {**answer, **choice}["prompt_token_ids"]
+        assert turn.answer == choice["token_ids"]
         check_vocabulary(row.tokens, decoder.tokenizer, row.where)
         assert sum(join_turns(row.tokens.answers)[0].mask) == len(turn.answer)
         assert row.writer.name == "tiny"
-    assert [row.temperature for row in rows] == [0.0, 0.9, 0.0]
     assert rows[0].messages[0]["content"] == "hello"
     assert rows[0].messages[1]["content"] == found[0]["choices"][0]["message"]["content"]
+
+
+def test_an_answer_that_went_on_after_its_end_is_recorded_up_to_it(tmp_path: Path) -> None:
+    path, decoder = tmp_path / "answers.jsonl", make_decoder()
+    decoder.end_ids = frozenset({70})
+    asked = ServerOptions("tiny", record=path, target="tiny")
+    body = {"messages": MESSAGES, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+    with TestClient(make_app(decoder, asked)) as client:
+        replies = [
+            client.post(CHAT, json={**body, "temperature": 1.5, "seed": n}).json() for n in range(9)
+        ]
+    answers = [reply["choices"][0]["token_ids"] for reply in replies]
+    cut = [each[: each.index(70) + 1] if 70 in each else each for each in answers]
+    assert {len(each) for each in answers} == {60} and min(map(len, cut)) < 60
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["token_ids"][0]["answer"] for row in rows] == cut
+    assert [row["finished"] for row in rows] == [70 in each for each in answers]
 
 
 def test_a_record_goes_on_after_a_kill_up_to_its_bytes(tmp_path: Path, caplog) -> None:
@@ -149,7 +166,7 @@ def test_a_record_goes_on_after_a_kill_up_to_its_bytes(tmp_path: Path, caplog) -
     assert sum("no more answers are recorded" in each for each in caplog.messages) == 1
     for other in (make_decoder(seed=1), decoder):
         place = path if other is not decoder else tmp_path / "missing" / "file"
-        with pytest.raises(UserError, match="answers cannot be recorded"):
+        with pytest.raises(UserError, match="has no answers of this model|No such file"):
             Recorder(place, 1 << 20, other, "tiny")
 
 
@@ -162,4 +179,7 @@ def test_a_row_that_cannot_be_written_ends_the_record_and_no_answer(tmp_path, ca
         client.app.state.server.loop.recorder = recorder
         body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 4}
         assert [client.post(CHAT, json=body).status_code for _ in range(2)] == [200, 200]
-    assert sum("no more answers are recorded: write to closed" in m for m in caplog.messages) == 1
+    assert (
+        sum("no more answers are recorded: " in m and "closed file" in m for m in caplog.messages)
+        == 1
+    )

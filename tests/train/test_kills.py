@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,8 +27,9 @@ from forks import forked, status_of
 from runs import evaluations, run, write_inputs, write_run
 
 from drafthead.core.errors import UserError
+from drafthead.core.storage.row_file import RowFile
 from drafthead.train.distillation import answers
-from drafthead.train.jobs.outputs import lock_path, only_writer
+from drafthead.train.jobs.outputs import only_writer
 from drafthead.train.prompts import invention
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -36,12 +38,9 @@ UNFINISHED = 4  # lines at most, of a batch or after the last state
 PAUSE = 0.005  # seconds a batch of what makes its answers up
 BATCHES = replace(SETTINGS, batch_size=3)
 CUT_LEFT_OUT = replace(BATCHES, drop_cut=True, max_new_tokens=8)
-# Two stages, an average, features as bytes of some rows, and a state after every second step.
-TRAINING = {
-    "max_steps": 20, "save_every": 2, "eval_every": 5, "ema": 0.9, "on_policy": True,
-    "on_policy_share": 0.5,
-}  # fmt: skip
-FEATURES = {"feature_dtype": "int8", "feature_budget_gb": 30e-6}
+# Features of some rows are kept, and a state after every second step.
+TRAINING = {"max_steps": 20, "save_every": 2, "eval_every": 5}
+FEATURES = {"feature_budget_gb": 30e-6}
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Writer:
         path = folder / (self.lines or self.output)
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def lock(self, folder: Path) -> Path:
-        """The file that the only writer holds."""
+    def held(self, folder: Path) -> AbstractContextManager[object]:
+        """The output, as another writer has it."""
         path = folder / self.output
-        return lock_path(path) if path.suffix else path / ".lock"
+        return closing(RowFile(path, alone=True)) if path.suffix else only_writer(path)
 
 
 def training(family: str, on_full_disk: tuple[object, str] | None = None) -> Writer:
@@ -201,7 +200,7 @@ def test_a_full_disk_is_named_and_the_next_run_goes_on(
 def test_a_second_writer_is_refused_while_the_first_one_writes(name: str, tmp_path: Path) -> None:
     writer = WRITERS[name]
     with (
-        only_writer(writer.lock(tmp_path), tmp_path / writer.output),
+        writer.held(tmp_path),
         pytest.raises(UserError, match=rf"another process is writing .*{writer.output}: wait"),
     ):
         writer.write(tmp_path)

@@ -12,8 +12,9 @@ from drafthead.train.optimizers import (
     muon_for,
     set_learning_rates,
 )
-from drafthead.train.run.config import Duration, TrainConfig
+from drafthead.train.run.config import Duration
 from drafthead.train.run.folder import Progress
+from drafthead.train.settings import TrainConfig
 
 
 def small_net() -> nn.ModuleDict:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import evaluations, run, write_inputs, write_run
+from runs import evaluations, in_memory, run, write_inputs, write_run
 from stages import more
 from tiny import byte_tokenizer, write_conversations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -33,8 +33,8 @@ from drafthead.heads.layers import tiled_attention
 from drafthead.heads.layers.segments import positions_in_segments
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pack_sequences
-from drafthead.train.data.sequences import TokenSequence, TokenTable
-from drafthead.train.data.training_rows import DataConfig, load_packed
+from drafthead.train.data.sequences import TokenSequence
+from drafthead.train.data.training_rows import load_packed
 from drafthead.train.features.reading import check_row_length, read_features
 from drafthead.train.learning import loop
 from drafthead.train.learning.evaluation import Evaluation, evaluate, measure
@@ -42,8 +42,9 @@ from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.ranks import RankedAnchors, count_paths
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
-from drafthead.train.run.folder import RunFolder, cut_log, first_difference
+from drafthead.train.run.folder import cut_log, first_difference
 from drafthead.train.run.trainables import new_head, trainable
+from drafthead.train.settings import DataConfig
 from drafthead.train.train_heads import train
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -214,7 +215,7 @@ def test_rows_longer_than_the_targets_positions_are_refused(target: Target):
 
 
 def test_data_has_one_fingerprint_and_other_data_another():
-    tables = [TokenTable.of([sequence(5, 0), sequence(6, seed)]) for seed in (1, 1, 2)]
+    tables = [in_memory([sequence(5, 0), sequence(6, seed)]) for seed in (1, 1, 2)]
     first, again, other = (pack_sequences(table, 8, seed=0) for table in tables)
     assert first.fingerprint() == again.fingerprint() != other.fingerprint()
 
@@ -370,26 +371,6 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     return all(some[name].equal(tensor) for name, tensor in others.items())
 
 
-def test_an_average_of_weights_is_measured_and_written_and_changes_no_step(
-    configure, target: Target
-):
-    last = run(configure("last", max_steps=4))
-    averaged = run(configure("averaged", max_steps=4, ema=0.5))
-    assert losses(averaged) == losses(last)
-    assert not equal(head_weights(averaged, target), head_weights(last, target))
-    logs = [*map(evaluations, (averaged, last))]
-    assert logs[0] != logs[1]
-    nothing_kept = run(configure("nothing", max_steps=4, ema=1e-9))
-    assert equal(head_weights(nothing_kept, target), head_weights(last, target))
-    assert evaluations(nothing_kept) == logs[1]
-
-
-@pytest.mark.parametrize("ema", [0, 1, -0.5, 1.5])
-def test_a_decay_that_averages_nothing_is_refused(configure, ema: float):
-    with pytest.raises(UserError, match=rf"train.ema must lie in \(0, 1\), got {ema}"):
-        load_run_config(configure(ema=ema))
-
-
 def test_resuming_with_other_target_weights_is_refused(configure, files: Path, tmp_path: Path):
     shutil.copytree(files / "target", tmp_path / "target")
     config = configure(max_steps=4, save_every=2)
@@ -403,15 +384,6 @@ def test_resuming_with_other_target_weights_is_refused(configure, files: Path, t
         run(config)
 
 
-def test_the_on_policy_stage_is_entered(configure):
-    """The last half of 24 steps drafts where decoding would; the first half is as ever."""
-    ordinary = losses(run(configure("ordinary", max_steps=24)))
-    settings = {"max_steps": 24, "on_policy": True, "on_policy_share": 0.5}
-    found = losses(run(configure("staged", **settings)))
-    assert found[:12] == ordinary[:12] and found[12:] != ordinary[12:]
-    assert sum(found[-4:]) < sum(found[:4])
-
-
 def test_kept_features_change_no_loss(trainable_family: str, configure, tmp_path: Path):
     """Over the first epoch, which writes them, and the later ones, which read them.
 
@@ -423,20 +395,19 @@ def test_kept_features_change_no_loss(trainable_family: str, configure, tmp_path
     assert losses(run(kept, settings)) == pytest.approx(online, rel=1e-4)
 
 
-def test_features_kept_as_bytes_within_a_budget_hardly_change_the_losses(configure, tmp_path: Path):
+def test_features_kept_within_a_budget_change_no_loss(configure, tmp_path: Path):
     """Half of the rows are kept."""
     path = configure("kept", epochs=3)
     settings = yaml.safe_load(path.read_text())
     settings["data"] |= {
         "feature_folder": str(tmp_path / "features"),
-        "feature_dtype": "int8",
         "feature_budget_gb": 30e-6,
     }
     path.write_text(yaml.safe_dump(settings))
     found = losses(run(path))
     assert list(tmp_path.glob("features/*/row*"))
     online = losses(run(configure("online", epochs=3)))
-    assert found != online and found == pytest.approx(online, rel=0.01)
+    assert found == pytest.approx(online, rel=1e-4)
 
 
 def test_an_interrupted_run_saves_exits_with_130_and_continues(configure, entered):
@@ -623,13 +594,3 @@ def test_overwriting_is_no_difference_between_runs():
 def test_a_run_goes_on_wherever_its_target_is():
     old, new = {"target": {"placement": "whole"}}, {"target": {"placement": "fsdp"}}
     assert first_difference(old, new) is None
-
-
-def test_a_run_recorded_before_a_setting_existed_goes_on_with_its_default(tmp_path: Path):
-    recorded, defaults = {"train": {"seed": 1}}, {"train": {"on_policy": False}}
-    RunFolder(tmp_path, recorded, defaults={}).finish()
-    now = {"train": {"seed": 1, "on_policy": False}}
-    assert RunFolder(tmp_path, now, defaults).status(overwrite=False) == "finished"
-    other = {"train": {"seed": 1, "on_policy": True}}
-    with pytest.raises(UserError, match="on_policy was False and is now True"):
-        RunFolder(tmp_path, other, defaults).status(overwrite=False)

@@ -14,7 +14,7 @@ from typing import Any
 from drafthead.core.errors import UserError
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.row_forms import Message, RowContent, content_of
-from drafthead.train.data.row_sources import Row, rows_of
+from drafthead.train.data.row_sources import SourceRow, rows_of
 
 IDS_COLUMN, VOCABULARY_COLUMN, WEIGHTS_COLUMN = "token_ids", "vocabulary", "target_weights"
 
@@ -86,7 +86,6 @@ class Conversation:
     tokens: StoredTokens | None = None  # the answers as they were generated, if the row has them
     writer: Writer | None = None  # of the answers, if the row says it
     category: str | None = None  # the kind of request, and its language, if the row says it
-    temperature: float | None = None  # at which the answers were drawn, if the row says it
     # Of the chat template: `tools`, `documents`, `enable_thinking` and others.
     template_arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -157,20 +156,18 @@ def _why_nothing(source: str, left_out: LeftOut) -> str:
     return f"{source} holds no conversation: add rows or use another source"
 
 
-def _conversation(row: Row, prompt_column: str | None) -> tuple[Conversation, list[str]]:
+def _conversation(row: SourceRow, prompt_column: str | None) -> tuple[Conversation, list[str]]:
     """A row as a conversation, and the columns that are not read; errors as `content_of`."""
     content, values = content_of(row, prompt_column), row.values
     tokens = stored_tokens(values, row.place)
     kinds = [values.get(name) for name in KIND_COLUMNS]
-    writer, temperature = _row_writer(values), values.get("temperature")
     conversation = Conversation(
         id=_row_id(row),
         messages=content.messages,
         source=f"{row.file}:{row.number}",
         tokens=tokens,
-        writer=writer,
+        writer=_row_writer(values),
         category=", ".join(kind for kind in kinds if isinstance(kind, str)) or None,
-        temperature=temperature if writer and isinstance(temperature, int | float) else None,
         template_arguments=content.template_arguments,
     )
     return conversation, _unread(content, conversation)
@@ -186,7 +183,7 @@ def _unread(content: RowContent, conversation: Conversation) -> list[str]:
     return [name for name in content.unread if name not in known]
 
 
-def _row_id(row: Row) -> str:
+def _row_id(row: SourceRow) -> str:
     for column in ID_COLUMNS:
         if row.values.get(column) not in (None, ""):
             # Half a surrogate pair could be printed nowhere.

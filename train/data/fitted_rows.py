@@ -44,7 +44,7 @@ def turn_starts(messages: list[Message]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Turns:
+class FittedTurns:
     """The turns of one conversation, and the sequences that some of them make."""
 
     messages: list[Message]
@@ -55,7 +55,7 @@ class Turns:
     @classmethod
     def of(
         cls, conversation: Conversation, starts: list[int], rendering: Rendering
-    ) -> "Turns | None":
+    ) -> "FittedTurns | None":
         """The turns of a conversation whose turns start at the messages `starts`.
 
         None when a row's prompts are not what the template makes of its messages: then nobody
@@ -110,7 +110,7 @@ class Turns:
         return self.messages[: self.starts[0]] + self.messages[self.starts[first] : end]
 
 
-def split(turns: Turns, max_length: int) -> Iterator[SupervisedTokens]:
+def split(turns: FittedTurns, max_length: int) -> Iterator[SupervisedTokens]:
     """Sequences of at most `max_length` tokens that learn every turn once.
 
     A sequence learns as many turns as fill half of its tokens, or one; the turns before them are
@@ -207,7 +207,7 @@ def sequences_of(
     if len(starts) < 3:
         return made
     rendering = Rendering.of(tokenizer, conversation, reading.template_arguments)
-    turns = Turns.of(conversation, starts, rendering)
+    turns = FittedTurns.of(conversation, starts, rendering)
     if turns is None:
         left_out.fixed += 1
         return made

@@ -1,4 +1,4 @@
-"""What of a data set is not used: rows, and columns of rows; counted, and the first ones named."""
+"""The unused part of a data set, rows and columns: counted, and the first ones named."""
 
 import logging
 from collections import Counter
@@ -18,7 +18,7 @@ class UnusableRowError(UserError):
 
 @dataclass
 class LeftOut:
-    """What a user should know of a data set: this counts the rows that were left out."""
+    """Counts the rows of a data set that were left out, for the user to know."""
 
     strict: bool = False  # the first unusable row is an error
     rows: int = 0  # all that were read

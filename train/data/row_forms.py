@@ -1,4 +1,4 @@
-"""What a row says, whatever its form: messages, the template's arguments, columns that are used.
+"""Reading a row of any form: messages, the template's arguments, columns that are used.
 
 Forms: `messages` (role and content, or ShareGPT's from and value), `turns` (user texts), and a
 prompt with or without an answer. Beside them a row may have a system message, earlier turns and
@@ -14,7 +14,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.target.chat_template import RESERVED
 from drafthead.infer.request.messages import with_calls
 from drafthead.train.data.left_out import UnusableRowError
-from drafthead.train.data.row_sources import Row
+from drafthead.train.data.row_sources import SourceRow
 
 # `role`, `content`, and other keys that the template reads. `finished: False` on an assistant
 # message means that it was cut before its end-of-turn, which is then not supervised.
@@ -54,7 +54,7 @@ class RowContent:
     unread: list[str]  # columns that hold something, and that are not read
 
 
-def content_of(row: Row, prompt_column: str | None) -> RowContent:
+def content_of(row: SourceRow, prompt_column: str | None) -> RowContent:
     """The messages of a row of any known form, and what belongs to them.
 
     `prompt_column` holds the user's text and goes before all other columns. Raises UnusableRowError
@@ -72,7 +72,7 @@ def content_of(row: Row, prompt_column: str | None) -> RowContent:
 class _Columns:
     """The columns of a row that hold something, and which of them were used."""
 
-    def __init__(self, row: Row):
+    def __init__(self, row: SourceRow):
         self.place, self.from_arrow, self.names = row.place, row.from_arrow, list(row.values)
         self.values = {name: value for name, value in row.values.items() if value is not None}
         self.used: set[str] = set()

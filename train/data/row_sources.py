@@ -15,13 +15,17 @@ from huggingface_hub.errors import HTTPError
 from pyarrow import parquet
 
 from drafthead.core.errors import UserError, first_line
+from drafthead.core.storage.files import plain_path
 from drafthead.train.data.left_out import UnusableRowError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+SPLITS, SAVED = "dataset_dict.json", ("dataset_info.json", "state.json")  # of `save_to_disk`
+OTHERS = (*SAVED, "dataset_infos.json")  # no rows, whoever has written them
+CARD, CONFIGURATIONS = "README.md", "configs:"  # of the hub, which names files for splits
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row of a source, and its place."""
 
     file: str
@@ -47,12 +51,12 @@ class Row:
         return self.content
 
 
-def rows_of(source: str) -> Iterator[Row]:
+def rows_of(source: str) -> Iterator[SourceRow]:
     """Rows of a file, of a folder or of a hub data set.
 
     Raises UserError for a source that cannot be read; a row that cannot be is given as such.
     """
-    path = Path(source).expanduser()
+    path = plain_path(Path(source).expanduser())
     if path.is_dir():
         yield from _folder_rows(path)
     elif path.exists():
@@ -64,11 +68,11 @@ def rows_of(source: str) -> Iterator[Row]:
 
 
 def source_digest(source: str) -> str:
-    """What a source holds: a hash of the content of files, or the revision of a hub data set.
+    """A digest of a source: a hash of the content of files, or the revision of a hub data set.
 
     Raises UserError as `rows_of` does.
     """
-    path = Path(source).expanduser()
+    path = plain_path(Path(source).expanduser())
     if not path.exists():
         return HubData.named(source).digest if _may_be_hub(source) else source
     digest = hashlib.sha256()
@@ -85,19 +89,44 @@ def _may_be_hub(source: str) -> bool:
     return Path(source).suffix not in SUFFIXES and not source.startswith((".", "/", "~"))
 
 
-def _folder_rows(folder: Path) -> Iterator[Row]:
-    if (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists():
+def _folder_rows(folder: Path) -> Iterator[SourceRow]:
+    if (folder / SPLITS).exists() or all((folder / name).exists() for name in SAVED):
         yield from _saved_rows(folder)
         return
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    if (other := _read_otherwise(folder)) is not None:
+        rows = [str(file) for file in files if file.name not in OTHERS]
+        such = f", such as {rows[0]}" if rows else ""
+        raise UserError(
+            f"{other} says that other tools read this folder otherwise: name a file of rows{such}"
+        )
     if not files:
         raise UserError(f"folder {folder} holds no {', '.join(SUFFIXES)} file")
     for file in files:
         yield from _file_rows(file)
 
 
-def _saved_rows(folder: Path) -> Iterator[Row]:
-    data = load_from_disk(folder)
+def _read_otherwise(folder: Path) -> Path | None:
+    """A file by which `datasets` or others read a folder in another way than file by file."""
+    card = folder / CARD
+    if card.exists():
+        header = card.read_text(encoding="utf-8", errors="replace").split("---\n")[1:2]
+        if any(line.startswith(CONFIGURATIONS) for line in "".join(header).splitlines()):
+            return card
+    known = (folder / name for name in OTHERS)
+    return next(filter(Path.exists, known), None) or next(folder.glob("*.arrow"), None)
+
+
+def _saved_rows(folder: Path) -> Iterator[SourceRow]:
+    """The rows of a folder of `save_to_disk`; raises UserError where it is not whole."""
+    try:
+        data = load_from_disk(folder)
+    except Exception as error:  # `datasets` and pyarrow raise many kinds
+        name = SPLITS if (folder / SPLITS).exists() else SAVED[0]
+        raise UserError(
+            f"`datasets` cannot load the folder that {folder / name} describes "
+            f"({first_line(error)}): name a file of rows"
+        ) from error
     if isinstance(data, DatasetDict):
         if "train" not in data:
             splits = ", ".join(f"`/{name}`" for name in data)
@@ -106,12 +135,12 @@ def _saved_rows(folder: Path) -> Iterator[Row]:
     yield from _arrow_rows(str(folder), data)
 
 
-def _arrow_rows(file: str, rows: Iterable[Any]) -> Iterator[Row]:
+def _arrow_rows(file: str, rows: Iterable[Any]) -> Iterator[SourceRow]:
     for number, values in enumerate(rows, start=1):
-        yield Row(file, number, "row", values, from_arrow=True)
+        yield SourceRow(file, number, "row", values, from_arrow=True)
 
 
-def _file_rows(path: Path) -> Iterator[Row]:
+def _file_rows(path: Path) -> Iterator[SourceRow]:
     readers = {".jsonl": _json_line_rows, ".json": _json_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         raise UserError(f"{path}: only {', '.join(SUFFIXES)} files are read; convert it to one")
@@ -123,11 +152,11 @@ def _file_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path} is not UTF-8 text ({error.reason}): convert it") from error
 
 
-def _json_line_rows(path: Path) -> Iterator[Row]:
+def _json_line_rows(path: Path) -> Iterator[SourceRow]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield Row(str(path), number, "line", _parsed(line, f"{path}, line {number}"))
+                yield SourceRow(str(path), number, "line", _parsed(line, f"{path}, line {number}"))
 
 
 def _parsed(line: str, place: str) -> Any:
@@ -141,7 +170,7 @@ def _parsed(line: str, place: str) -> Any:
         return UnusableRowError(f"{place}: the JSON is nested too deeply")
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[SourceRow]:
     text = path.read_text(encoding="utf-8-sig")
     try:
         data = json.loads(text)
@@ -151,10 +180,10 @@ def _json_rows(path: Path) -> Iterator[Row]:
             return
         raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
     for number, content in enumerate(data if isinstance(data, list) else [data], start=1):
-        yield Row(str(path), number, "row", content)
+        yield SourceRow(str(path), number, "row", content)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[SourceRow]:
     try:
         batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
         yield from _arrow_rows(str(path), (row for batch in batches for row in batch.to_pylist()))

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,6 @@ COLUMNS = Features(
         "digest": Value("int64"),  # of the tokens
         "prompt_digest": Value("int64"),  # of those before the first supervised one
         "category": Value("string"),  # what kind of request it is, if the row said so
-        "temperature": Value("float32"),  # at which its answers were drawn, if the row said so
     }
 )
 
@@ -67,14 +66,6 @@ class TokenTable(Sequence[TokenSequence]):
         self.data, self.digest, self.writers = data.with_format("numpy"), digest, writers
         self.chosen = np.arange(len(data)) if chosen is None else chosen
 
-    @classmethod
-    def of(cls, sequences: Iterable[TokenSequence]) -> "TokenTable":
-        """A table in memory."""
-        parts = [SupervisedTokens(s.input_ids.tolist(), s.supervised.tolist()) for s in sequences]
-        columns, digest = columns_of(parts, *[[None] * len(parts)] * 2), hashlib.sha256()
-        add_to_digest(digest, columns)
-        return cls(Dataset.from_dict(columns, COLUMNS), digest.hexdigest())
-
     def __len__(self) -> int:
         return len(self.chosen)
 
@@ -115,11 +106,7 @@ class TokenTable(Sequence[TokenSequence]):
     @cached_property
     def categories(self) -> list[str | None]:
         """Return what kind of request each sequence is, where its row said so."""
-        return self.by_row("category")
-
-    def by_row(self, name: str) -> list[Any]:
-        """The value in a column of the row that each sequence is from; None where it has none."""
-        return [self.data.data.column(name)[int(n)].as_py() for n in self.chosen]
+        return [self.data.data.column("category")[int(n)].as_py() for n in self.chosen]
 
     def _column(self, name: str) -> np.ndarray:
         return self.data.data.column(name).to_numpy()[self.chosen]
@@ -198,12 +185,8 @@ def mixed(tables: Sequence[TokenTable], weights: Sequence[float], seed: int) -> 
     )
 
 
-def columns_of(
-    rows: Sequence[SupervisedTokens],
-    kinds: Sequence[str | None],
-    temperatures: Sequence[float | None],
-) -> dict[str, Any]:
-    """Sequences, what kind of request each is and how it was drawn, as COLUMNS."""
+def columns_of(rows: Sequence[SupervisedTokens], kinds: Sequence[str | None]) -> dict[str, Any]:
+    """Sequences, and what kind of request each is, as COLUMNS."""
     ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
     masks = [np.asarray(row.mask, dtype=bool) for row in rows]
     prompts = [tokens[: int(mask.argmax())] for tokens, mask in zip(ids, masks, strict=True)]
@@ -215,7 +198,6 @@ def columns_of(
         "digest": hashes(ids),
         "prompt_digest": hashes(prompts),
         "category": kinds,
-        "temperature": temperatures,
     }
 
 

@@ -38,7 +38,7 @@ NOTES = "notes.json"
 BATCH = 1024  # sequences that are made at a time
 # Of the files; raise it when other tokens are made of a conversation, or the notes have other
 # fields.
-VERSION = 9
+VERSION = 10
 # What a template may name that is no value of a row or of the tokenizer: it renders the date.
 DATE = "strftime_now"
 RENDERERS = ("transformers", "tokenizers", "jinja2")
@@ -98,20 +98,20 @@ def rows_of_source(
     left_out, digest = LeftOut(strict=reading.strict), hashlib.sha256()
 
     # Of the conversation whose sequences come next.
-    latest: list[tuple[str | None, float | None]] = [(None, None)]
+    latest: list[str | None] = [None]
 
     def noted(conversations: Iterable[Conversation]) -> Iterator[Conversation]:
-        """The conversations, while it is noted who answered, and its category and temperature."""
+        """The conversations, while it is noted who answered, and what kind of request it was."""
         for conversation in conversations:
             writers.add(conversation.writer)
-            latest[0] = conversation.category, conversation.temperature
+            latest[0] = conversation.category
             yield conversation
 
     conversations = iter_conversations(
         reading.source, reading.prompt_column, reading.limit, left_out
     )
     found = fitted_rows(tokenizer, noted(conversations), reading, left_out)
-    rows = ((sequence, *latest[0]) for sequence in found)
+    rows = ((sequence, latest[0]) for sequence in found)
     while part := list(islice(rows, BATCH)):
         columns = columns_of(*map(list, zip(*part, strict=True)))
         add_to_digest(digest, columns)

@@ -1,73 +1,22 @@
-"""What a head is trained on, and what it is measured on."""
+"""The rows that a head is trained on, and those that it is measured on."""
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import Count, Positive, settings
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import PackedData, pack_sequences
 from drafthead.train.data.sequences import mixed
 from drafthead.train.data.token_table import token_table
+from drafthead.train.settings import DataConfig
 
 logger = logging.getLogger(__name__)
-
-
-@settings
-class DataConfig:
-    """The conversations, and the length of packed rows."""
-
-    train: str | dict[str, float]  # a source, or several with their weights
-    # Conversations to measure the head on: a source or, without one, a share of those in `train`,
-    # which are then not trained on. Without either it is not evaluated.
-    validation: str | None = None
-    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    prompt_column: str | None = None
-    # Of the chat template, such as enable_thinking: false; rows that have their own keep those.
-    template_arguments: dict[str, Any] = field(default_factory=dict)
-    strict: bool = False  # end at the first row that cannot be used, instead of leaving it out
-    max_length: Annotated[int, Field(ge=2)] = 512  # tokens in a row
-    max_validation: Count = 500  # conversations
-    feature_folder: str | None = None  # where the target's features are kept after the first epoch
-    feature_dtype: Literal["int8"] | None = None  # lossy: bytes with scales; None: as computed
-    feature_budget_gb: Positive | None = None  # of what is kept; the rest is computed each epoch
-
-    def __post_init__(self) -> None:
-        how = self.feature_dtype, self.feature_budget_gb
-        if self.feature_folder is None and how != (None, None):
-            raise ValueError("feature_dtype and feature_budget_gb need a feature_folder")
-        if not self.sources or min(self.sources.values()) <= 0:
-            raise ValueError("data.train needs a source, and weights above 0")
-
-    @property
-    def is_validated(self) -> bool:
-        """Tell whether there is something to measure the head on."""
-        return self.validation is not None or self.validation_share is not None
-
-    @property
-    def sources(self) -> dict[str, float]:
-        """The sources of training data, and how often an epoch has each of their conversations."""
-        return {self.train: 1.0} if isinstance(self.train, str) else self.train
-
-    def reading(self, source: str, limit: int | None, vocab_size: int | None) -> Reading:
-        """How a source is read for a target of so many tokens, at most `limit` rows of it."""
-        return Reading(
-            source,
-            self.prompt_column,
-            self.max_length,
-            limit,
-            vocab_size,
-            self.template_arguments,
-            self.strict,
-        )
 
 
 @dataclass(frozen=True)
@@ -114,8 +63,15 @@ def load_packed(
     be read or has nothing to learn.
     """
     tables = [
-        token_table(config.reading(source, limit, vocab_size), tokenizer) for source in sources
-    ]
+        token_table(
+            Reading(
+                source, config.prompt_column, config.max_length, limit, vocab_size,
+                config.template_arguments, config.strict,
+            ),
+            tokenizer,
+        )
+        for source in sources
+    ]  # fmt: skip
     weights = list(sources.values())
     table = tables[0] if weights == [1.0] else mixed(tables, weights, seed)
     if not len(table):

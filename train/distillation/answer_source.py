@@ -1,4 +1,4 @@
-"""Who answers the prompts of a distillation: a target in this process, or another source.
+"""Sources of the answers of a distillation: a target in this process, or another one.
 
 Answers that loop may be ended. A head learns nothing from loops: prompt lookup drafts them already.
 Small models often fall into them when they decode greedily: a third of SmolLM2-135M's answers to
@@ -30,7 +30,7 @@ class EncodedAnswer(Answer):
     """An answer that came as text alone: its ids were encoded again, and may be other ones."""
 
 
-class Answering(Protocol):
+class AnswersPrompts(Protocol):
     """A target whose answers are wanted."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Answering(Protocol):
         """The `weights_fingerprint` of the target; None where it cannot be seen."""
 
 
-class AnswerSource(Answering, Protocol):
+class AnswerSource(AnswersPrompts, Protocol):
     """A target that answers one question after the other."""
 
     @property

@@ -20,8 +20,8 @@ from drafthead.train.data.supervision import (
     refuse_missing_tokens,
     unread_by_template,
 )
-from drafthead.train.distillation.answer_source import Answering, AnswerSource
-from drafthead.train.distillation.dialogue import Dialogue, Job, question_of, user_turns
+from drafthead.train.distillation.answer_source import AnswerSource, AnswersPrompts
+from drafthead.train.distillation.dialogue import Dialogue, DialogueJob, question_of, user_turns
 from drafthead.train.distillation.distilled_file import AnswerStatistics, DistilledFile
 from drafthead.train.distillation.windows import WindowSource, answered
 from drafthead.train.jobs.console import AnswerBar
@@ -84,7 +84,7 @@ def distill(
     shortened: list[str] = []
     size, begun = settings.batch_size * WINDOW, max(file.written.batches, default=-1) + 1
     windows = [jobs[first : first + size] for first in range(0, len(jobs), size)]
-    with AnswerBar(sum(len(job.turns) for job in jobs)) as bar:
+    with AnswerBar(already + sum(len(job.turns) for job in jobs), already) as bar:
         for number, dialogues in enumerate(answered(source, windows, settings, bar.count), begun):
             _write(dialogues, number, file, common)
             shortened += [d.conversation.id for d in dialogues if d.is_shortened]
@@ -100,8 +100,8 @@ def distill(
         )
 
 
-def _agree(source: Answering, file: DistilledFile) -> dict[str, Any]:
-    """What all rows say of the target; UserError if it is no longer that of the file's rows."""
+def _agree(source: AnswersPrompts, file: DistilledFile) -> dict[str, Any]:
+    """The columns about the target; UserError if it is no longer the one of the file's rows."""
     vocabulary = {VOCABULARY_COLUMN: vocabulary_of(source.tokenizer)}
     weights = source.weights()
     if weights is None:
@@ -123,13 +123,13 @@ def _refuse_changed(conversations: Sequence[Conversation], file: DistilledFile) 
 
 
 def _jobs(
-    source: Answering,
+    source: AnswersPrompts,
     conversations: list[Conversation],
     settings: DistillSettings,
     left_out: LeftOut,
-) -> tuple[list[Job], list[str]]:
-    """What is to be answered, most turns and longest prompts first, and ids that do not fit."""
-    jobs: list[Job] = []
+) -> tuple[list[DialogueJob], list[str]]:
+    """The jobs, most turns and longest prompts first, and the ids of prompts that do not fit."""
+    jobs: list[DialogueJob] = []
     too_long: list[str] = []
     told: set[str] = set()  # places of rows, of which there may be several samples
     for conversation in conversations:
@@ -149,13 +149,13 @@ def _jobs(
         if source.max_length is not None and len(prompt) >= source.max_length:
             too_long.append(conversation.id)
         else:
-            jobs.append(Job(conversation, turns, question, arguments, len(prompt)))
+            jobs.append(DialogueJob(conversation, turns, question, arguments, len(prompt)))
     # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)
     return jobs, too_long
 
 
-def _log_budget(jobs: list[Job], rows: int, settings: DistillSettings) -> None:
+def _log_budget(jobs: list[DialogueJob], rows: int, settings: DistillSettings) -> None:
     answers = sum(len(job.turns) for job in jobs)
     longest = max((job.prompt_length for job in jobs), default=0)
     logger.info(

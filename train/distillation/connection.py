@@ -56,7 +56,7 @@ class KeptAlive(HTTPAdapter):
         )
 
 
-class Connection:
+class ServerConnection:
     """Requests to one server."""
 
     def __init__(self, url: str):
@@ -170,7 +170,7 @@ class ServedModel:
     max_length: int | None  # of prompt and answer in tokens, where the server says it
 
 
-def find_model(connection: Connection, name: str | None, target: str) -> ServedModel:
+def find_model(connection: ServerConnection, name: str | None, target: str) -> ServedModel:
     """The model called `name` or, without a name, the one called as the target, or the only one.
 
     Raises UserError, with the names that there are, when it is not clear which one is meant.

@@ -21,7 +21,7 @@ from drafthead.train.data.conversations import (
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import ARGUMENTS_COLUMN, LISTED_ARGUMENTS, Message
 from drafthead.train.data.supervision import encode_prompt
-from drafthead.train.distillation.answer_source import Answering, EncodedAnswer
+from drafthead.train.distillation.answer_source import AnswersPrompts, EncodedAnswer
 from drafthead.train.distillation.distilled_file import (
     FROM_TEXT_COLUMN,
     REASONS_COLUMN,
@@ -30,7 +30,7 @@ from drafthead.train.settings import DistillSettings
 
 
 @dataclass(frozen=True)
-class Job:
+class DialogueJob:
     """A conversation that is to be answered."""
 
     conversation: Conversation
@@ -43,7 +43,7 @@ class Job:
 class Dialogue:
     """A job with the answers that it has so far."""
 
-    def __init__(self, job: Job, settings: DistillSettings):
+    def __init__(self, job: DialogueJob, settings: DistillSettings):
         self.conversation, self.turns, self.question = job.conversation, job.turns, job.question
         self.settings, self.arguments = settings, job.arguments
         self.messages: list[Message] = []
@@ -52,7 +52,7 @@ class Dialogue:
         self.prompt: list[int] = []  # of the turn that was asked for last
         self.from_text = False  # the ids of some answer were encoded again
 
-    def request(self, number: int, source: Answering) -> ServeRequest | None:
+    def request(self, number: int, source: AnswersPrompts) -> ServeRequest | None:
         """The next turn to answer; None after the last, and if its prompt does not fit.
 
         That is also a prompt that the template refuses after the answers so far.
@@ -71,7 +71,7 @@ class Dialogue:
         seed = row_seed(self.settings.seed, self.conversation.id, turn)
         return ServeRequest(self.prompt, number, seed=seed)
 
-    def take(self, given: Answer, source: Answering) -> None:
+    def take(self, given: Answer, source: AnswersPrompts) -> None:
         """Add the answer to the turn that was asked for last."""
         ids = given.tokens
         finished = ids[-1] in source.end_ids

@@ -22,7 +22,7 @@ from drafthead.core.errors import UserError, first_line
 from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
 from drafthead.infer.decoder import Decoder
 from drafthead.train.distillation.answer_source import DecoderSource
-from drafthead.train.distillation.dialogue import Dialogue, Job
+from drafthead.train.distillation.dialogue import Dialogue, DialogueJob
 from drafthead.train.distillation.windows import Count, answered
 from drafthead.train.settings import DistillSettings
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loading:
-    """How every copy of a target is loaded."""
+    """The options with which every copy of a target is loaded."""
 
     target: str
     dtype: str
@@ -46,7 +46,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a copy says of itself."""
+    """A copy's account of itself."""
 
     end_ids: frozenset[int]
     max_length: int | None
@@ -72,7 +72,7 @@ class Actor:
 
         Raised here, the error would lose its sentence among Ray's own ones.
         """
-        window: list[Job] = pickle.loads(row["window"])
+        window: list[DialogueJob] = pickle.loads(row["window"])
         try:
             self.source = self.source or self._loaded()
             [found] = answered(self.source, [window], self.settings, lambda *_: None)
@@ -123,7 +123,7 @@ class RayActors:
         return self.facts.fingerprint
 
     def answered(
-        self, windows: Sequence[list[Job]], settings: DistillSettings, count: Count
+        self, windows: Sequence[list[DialogueJob]], settings: DistillSettings, count: Count
     ) -> Iterator[list[Dialogue]]:
         """The conversations of each window with all their answers, in order.
 

@@ -19,7 +19,7 @@ from drafthead.train.distillation.connection import (
     RefusedRequestError,
     choice_of,
 )
-from drafthead.train.distillation.server_pool import TEXT, Server, ServerPool
+from drafthead.train.distillation.server_pool import TEXT, PooledServer, ServerPool
 from drafthead.train.settings import DistillSettings
 
 
@@ -30,7 +30,7 @@ class ServerSource:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[PooledServer],
         tokenizer: PreTrainedTokenizerBase,
         end_ids: frozenset[int],
         repetition_penalty: float = 1.0,
@@ -46,7 +46,7 @@ class ServerSource:
 
     @property
     def ahead(self) -> int:
-        """As many questions as the servers take together: none is to wait for the others."""
+        """The number of questions that the servers take together: none waits for the others."""
         return self.pool.at_once
 
     def weights(self) -> None:
@@ -57,7 +57,9 @@ class ServerSource:
         """The answers, in the order in which they come."""
         return self.pool.answers(questions, lambda one, asked: self.ask(one, asked, settings))
 
-    def ask(self, server: Server, question: ServeRequest, settings: DistillSettings) -> Answer:
+    def ask(
+        self, server: PooledServer, question: ServeRequest, settings: DistillSettings
+    ) -> Answer:
         """The answer of a server to one question, or why it cannot give it.
 
         Raises AwayError when there is no answer now, UserError for one that is none.

@@ -18,9 +18,9 @@ from drafthead.train.distillation.answer_source import Questions
 from drafthead.train.distillation.connection import (
     MOST_AT_ONCE,
     AwayError,
-    Connection,
     RefusedRequestError,
     ServedModel,
+    ServerConnection,
     find_model,
 )
 
@@ -64,12 +64,12 @@ class Pace:
         self.at_once, self.is_found = max(1, self.at_once // 2), True
 
 
-class Server:
+class PooledServer:
     """One server: what it has to do, and when it is asked again after it was away."""
 
     def __init__(self, url: str, name: str | None, target: str):
         """`name` of the model, as for `find_model`. Nothing is sent yet."""
-        self.connection, self.name, self.target = Connection(url), name, target
+        self.connection, self.name, self.target = ServerConnection(url), name, target
         self.pace = Pace()
         self.in_flight = 0
         self.is_up = self.is_looked_at = False
@@ -105,7 +105,9 @@ class Server:
         return self.connection.url
 
 
-def log_probabilities(server: Server, model: ServedModel, ids: list[int]) -> list[float] | None:
+def log_probabilities(
+    server: PooledServer, model: ServedModel, ids: list[int]
+) -> list[float] | None:
     """The log-probabilities of tokens [T - 1]; None of a server that does not show them."""
     body = {"model": model.name, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
     try:
@@ -115,7 +117,7 @@ def log_probabilities(server: Server, model: ServedModel, ids: list[int]) -> lis
         return None
 
 
-def refuse_other(one: "Known", other: "Known") -> None:
+def refuse_other(one: "KnownModel", other: "KnownModel") -> None:
     """Raise UserError, with their names, where two servers do not serve the same model."""
     for what, a, b in (
         ("the model", one.model.name, other.model.name),
@@ -137,8 +139,8 @@ def refuse_other(one: "Known", other: "Known") -> None:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a server has been found to serve."""
+class KnownModel:
+    """The model that a server has been found to serve."""
 
     url: str
     model: ServedModel
@@ -146,20 +148,20 @@ class Known:
 
 
 # What a thread has found: of a question an answer, of a look what is served, or why there is none.
-Found: TypeAlias = tuple[Server, float, ServeRequest | None, Answer | Known | Exception]
+Found: TypeAlias = tuple[PooledServer, float, ServeRequest | None, Answer | KnownModel | Exception]
 
 
 class ServerPool:
     """Servers of one model that answer together, whichever of them are there."""
 
-    def __init__(self, servers: Sequence[Server], ids: list[int]):
+    def __init__(self, servers: Sequence[PooledServer], ids: list[int]):
         """`ids` of a text, of which servers are compared. Raises UserError if none is there."""
         self.servers, self.ids = servers, ids
         self.again: deque[ServeRequest] = deque()  # questions that came back
         self.tries: dict[Any, int] = {}  # of questions that came back
         self.ended = False  # no more questions come
         self.found: Queue[Found] = Queue()
-        known, errors = list[Known](), list[AwayError]()
+        known, errors = list[KnownModel](), list[AwayError]()
         for server in servers:
             try:
                 known.append(self._look(server))
@@ -178,14 +180,14 @@ class ServerPool:
         """Questions that the servers take together."""
         return sum(server.pace.at_once for server in self.servers)
 
-    def _look(self, server: Server) -> Known:
+    def _look(self, server: PooledServer) -> KnownModel:
         model = server.look()
         several = len(self.servers) > 1
         logprobs = log_probabilities(server, model, self.ids) if several else None
-        return Known(server.url, model, logprobs)
+        return KnownModel(server.url, model, logprobs)
 
     def answers(
-        self, questions: Questions, ask: Callable[[Server, ServeRequest], Answer]
+        self, questions: Questions, ask: Callable[[PooledServer, ServeRequest], Answer]
     ) -> Iterator[Answer]:
         """The answers as they come, each of the server with most room, until None is in the queue.
 
@@ -216,7 +218,7 @@ class ServerPool:
                 yield found
 
     def _hand_out(
-        self, questions: Questions, ask: Callable[[Server, ServeRequest], Answer]
+        self, questions: Questions, ask: Callable[[PooledServer, ServeRequest], Answer]
     ) -> None:
         """Ask servers that have room, and look after those that were away."""
         now = time.monotonic()
@@ -246,7 +248,7 @@ class ServerPool:
         return question
 
     def _start(
-        self, server: Server, question: ServeRequest | None, work: Callable[[], Any]
+        self, server: PooledServer, question: ServeRequest | None, work: Callable[[], Any]
     ) -> None:
         """Let a thread do something; Ctrl-C need not wait for it."""
 
@@ -265,7 +267,7 @@ class ServerPool:
         away = [s.back_at for s in self.servers if not (s.is_up or s.is_looked_at)]
         return max(0.0, min(away) - time.monotonic()) if away else None
 
-    def _looked_at(self, server: Server, asked_at: float, found: object) -> None:
+    def _looked_at(self, server: PooledServer, asked_at: float, found: object) -> None:
         """Note that a server is back, or still away; raises UserError for another model."""
         server.is_looked_at = False
         if isinstance(found, AwayError):
@@ -273,13 +275,13 @@ class ServerPool:
         elif isinstance(found, Exception):
             raise found
         else:
-            assert isinstance(found, Known)
+            assert isinstance(found, KnownModel)
             refuse_other(self.known, found)
             server.is_up = True
             logger.info("%s is asked again", server.url)
 
     def _come_back(
-        self, server: Server, asked_at: float, question: ServeRequest, error: AwayError
+        self, server: PooledServer, asked_at: float, question: ServeRequest, error: AwayError
     ) -> None:
         """Give a question to whoever is there; UserError for one that nobody answers."""
         self._gone(server, asked_at, error)
@@ -288,7 +290,7 @@ class ServerPool:
         if self.tries[question.id] > times.TIMES * len(self.servers):
             raise error
 
-    def _gone(self, server: Server, asked_at: float, error: AwayError) -> None:
+    def _gone(self, server: PooledServer, asked_at: float, error: AwayError) -> None:
         """Let a server rest; raises UserError when all have been away for long."""
         server.rest(error, asked_at)
         if all(one.failures > times.TIMES for one in self.servers):

@@ -8,8 +8,8 @@ from queue import Queue
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from drafthead.core.errors import UserError
-from drafthead.train.distillation.answer_source import Answering, AnswerSource, Questions
-from drafthead.train.distillation.dialogue import Dialogue, Job
+from drafthead.train.distillation.answer_source import AnswerSource, AnswersPrompts, Questions
+from drafthead.train.distillation.dialogue import Dialogue, DialogueJob
 from drafthead.train.settings import DistillSettings
 
 # Told of answers: their tokens, and how many they are.
@@ -17,11 +17,11 @@ Count: TypeAlias = Callable[[int, int], None]
 
 
 @runtime_checkable
-class WindowSource(Answering, Protocol):
+class WindowSource(AnswersPrompts, Protocol):
     """A target that answers whole windows."""
 
     def answered(
-        self, windows: Sequence[list[Job]], settings: DistillSettings, count: Count
+        self, windows: Sequence[list[DialogueJob]], settings: DistillSettings, count: Count
     ) -> Iterator[list[Dialogue]]:
         """The conversations of each window with all their answers, in order."""
 
@@ -36,7 +36,7 @@ class _Window:
 
 def answered(
     source: AnswerSource | WindowSource,
-    windows: Sequence[list[Job]],
+    windows: Sequence[list[DialogueJob]],
     settings: DistillSettings,
     count: Count,
 ) -> Iterator[list[Dialogue]]:
@@ -57,7 +57,7 @@ class _Questions:
     """The questions of some windows, which wait in a queue of their source."""
 
     source: AnswerSource
-    windows: Sequence[list[Job]]
+    windows: Sequence[list[DialogueJob]]
     settings: DistillSettings
     count: Count
     queue: Questions = field(default_factory=Queue)

@@ -23,6 +23,7 @@ from drafthead.core.settings import Count, FromZero, settings
 from drafthead.core.storage.files import let_others_read, write_json, write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, keep_layers
+from drafthead.core.target.block_modules import blocks_in
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.hooks import Taps
 from drafthead.core.target.placement import whole_weight
@@ -111,7 +112,7 @@ class Student(DraftVocabulary, DraftHead):
         A draft of `depth` tokens begins after every root, so that a token deep in an answer is
         guessed by `depth` drafts, always after the same tokens: it is computed once. It counts by
         the share of the `depth` drafts that guess it, less than 1 next to the answer's beginning
-        only, or in an on-policy stage.
+        only.
         """
         rows, anchors = anchor_positions(batch)
         valid = [labels_at(batch, rows, anchors, k + 2)[0] for k in range(self.depth)]
@@ -213,7 +214,8 @@ def copy_layers(target: Target, layers: Sequence[int], model: PreTrainedModel) -
     draft, source = find_decoder(model).state_dict(), find_decoder(target.model)
     weights: dict[str, torch.Tensor] = {}
     name_of = {str(layer): str(place) for place, layer in enumerate(layers)}
-    for name, tensor in source.state_dict().items():
+    blocks = {n: each.dequantised(target.dtype) for n, each in blocks_in(source).items()}
+    for name, tensor in {**source.state_dict(), **blocks}.items():
         first, _, rest = name.partition(".")
         layer, _, inner = rest.partition(".")
         if first not in LAYER_NAMES:
@@ -228,7 +230,9 @@ def copy_layers(target: Target, layers: Sequence[int], model: PreTrainedModel) -
             "adapters that are not merged"
         )
     find_decoder(model).load_state_dict(weights)
-    model.get_output_embeddings().load_state_dict(target.output_head.state_dict())
+    model.get_output_embeddings().load_state_dict(
+        {**target.output_head.state_dict(), "weight": target.output_weight()}
+    )
 
 
 ORIGIN_FILE = "training.json"

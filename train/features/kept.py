@@ -23,18 +23,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import replacing, write_json
+from drafthead.core.target.block_modules import kinds_of
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
 from drafthead.heads.formats.files import read_json
 from drafthead.train.data.packing import PackedData
-from drafthead.train.data.training_rows import DataConfig, Sources
+from drafthead.train.data.training_rows import Sources
+from drafthead.train.settings import DataConfig
 
 logger = logging.getLogger(__name__)
 
 RECORD = "features.json"
 ROWS_IN_A_FOLDER = 1000
-SCALES = " scales"  # after the name of hidden states that are kept as bytes
 
 
 @dataclass(frozen=True)
@@ -44,30 +45,24 @@ class FeatureSource:
     target: str  # its `weights_fingerprint`
     settings: str  # a digest of its configuration: the same weights may be read otherwise
     rows: str  # `PackedData.fingerprint`
-    dtype: str  # of the hidden states, and how they are kept
+    dtype: str  # of the hidden states
     mixed_precision: str
 
 
-def feature_bytes(
-    spec: FeatureSpec, hidden_size: int, dtype: torch.dtype, as_int8: bool = False
-) -> int:
+def feature_bytes(spec: FeatureSpec, hidden_size: int, dtype: torch.dtype) -> int:
     """Return what one position takes on the disk, of hidden states [D] of that type."""
-    one = hidden_size + dtype.itemsize if as_int8 else hidden_size * dtype.itemsize  # with a scale
-    return (len(spec.layers) + spec.last) * one
+    return (len(spec.layers) + spec.last) * hidden_size * dtype.itemsize
 
 
 class KeptFeatures:
     """The features in one folder."""
 
-    def __init__(
-        self, folder: Path, source: FeatureSource, spec: FeatureSpec, as_int8: bool = False
-    ):
+    def __init__(self, folder: Path, source: FeatureSource, spec: FeatureSpec):
         """`spec` are the hidden states that `read` returns and `write` gets.
 
-        Lossy with `as_int8`: each position is kept as bytes with a scale. Raises UserError when the
-        folder keeps features of another source.
+        Raises UserError when the folder keeps features of another source.
         """
-        self.folder, self.spec, self.as_int8 = folder, spec, as_int8
+        self.folder, self.spec = folder, spec
         names = [f"layer {layer}" for layer in spec.layers]
         self.names = [*names, "last"] if spec.last else names
         self.rows = sys.maxsize  # that are kept, from the first: see `reserve`
@@ -127,31 +122,21 @@ class KeptFeatures:
 
     def _features(self, tensor: Callable[[str], torch.Tensor]) -> Features:
         """The features [T, D] of the tensors of a file, by name."""
-        states = [
-            from_int8(tensor(name), tensor(name + SCALES)) if self.as_int8 else tensor(name)
-            for name in self.names
-        ]
+        states = [*map(tensor, self.names)]
         taps = tuple(states[: len(self.spec.layers)])
         return Features(states[-1] if self.spec.last else None, taps)
 
-    def write(self, row: int, features: Features) -> Features:
-        """Keep the features [T, D] of a row, beside the layers that its file has already.
-
-        Returns them as `read` does, so that training learns from the same in every epoch.
-        """
+    def write(self, row: int, features: Features) -> None:
+        """Keep the features [T, D] of a row, beside the layers that its file has already."""
         path = self.path(row)
         path.parent.mkdir(exist_ok=True)
         tensors = self._other_layers(path)
         last = [] if features.last is None else [features.last]
         for name, hidden in zip(self.names, [*features.taps, *last], strict=True):
-            if self.as_int8:
-                tensors[name], tensors[name + SCALES] = to_int8(hidden.cpu())
-            else:
-                # A copy: a file cannot hold one tensor under two names.
-                tensors[name] = hidden.cpu().clone(memory_format=torch.contiguous_format)
+            # A copy: a file cannot hold one tensor under two names.
+            tensors[name] = hidden.cpu().clone(memory_format=torch.contiguous_format)
         with replacing(path) as temporary:
             save_file(tensors, temporary)
-        return self._features(tensors.__getitem__)
 
     def _other_layers(self, path: Path) -> dict[str, torch.Tensor]:
         try:
@@ -169,24 +154,6 @@ def of_row(batch: Features, row: int, length: int) -> Features:
 def padded(rows: Sequence[Features]) -> Features:
     """Rows of features [T, D] as one batch [B, longest T, D], with zeros on the right."""
     return Features.joined(rows, partial(pad_sequence, batch_first=True))
-
-
-LEVELS = 127  # on either side of 0
-
-
-def to_int8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers [T, D] of hidden states [T, D] and the scales [T], in the type of the states.
-
-    The states 0.5 -1.27 0.104 have the scale 0.01 and the numbers 50 -127 10.
-    """
-    values = hidden.float()
-    scales = values.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
-    return (values / scales[..., None]).round().to(torch.int8), scales.to(hidden.dtype)
-
-
-def from_int8(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Hidden states [T, D] of numbers [T, D] and scales [T], in the type of the scales."""
-    return numbers.to(scales.dtype) * scales[:, None]
 
 
 def digest_of_settings(target: Target) -> str:
@@ -215,12 +182,12 @@ def kept_features(
             "data.feature_folder keeps the target's features, of which a draft model with "
             f"head.loss={head.config.loss} reads none: leave it out"
         )
-    as_int8 = config.feature_dtype == "int8"
-    how = f"int8 of {dtype}" if as_int8 else dtype
+    if kinds := kinds_of(target.model):
+        dtype += f" by weights of {kinds}"
     settings = digest_of_settings(target)
-    source = FeatureSource(sources.target, settings, sources.data, how, mixed_precision)
-    kept = KeptFeatures(Path(config.feature_folder), source, spec, as_int8)
-    size = feature_bytes(spec, target.hidden_size, target.dtype, as_int8)
+    source = FeatureSource(sources.target, settings, sources.data, dtype, mixed_precision)
+    kept = KeptFeatures(Path(config.feature_folder), source, spec)
+    size = feature_bytes(spec, target.hidden_size, target.dtype)
     lengths = [rows.row_length(row) for row in range(len(rows.rows))]
     kept.reserve([size * length for length in lengths], config.feature_budget_gb)
     return kept

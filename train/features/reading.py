@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,26 +33,9 @@ from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.infer.engine.prefill import rows_of_passes
 from drafthead.train.data.packing import PackedData, TokenBatch
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
+from drafthead.train.settings import TargetConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TargetConfig:
-    """The target model. Type `auto` is the stored one, and float32 without bf16 training."""
-
-    name: str
-    dtype: str = "auto"
-    trust_code: bool = False
-    # Where its layers are: `whole` in each process, `fsdp` in pieces among the processes; in one
-    # process also `auto`, or a device for each, see `heads.target.placement`.
-    placement: Literal["whole", "auto", "fsdp"] | dict[str, int | str] = "whole"
-    memory: dict[int | str, int | str] | None = None  # of each device that `auto` may use
-    offload_folder: str | None = None  # for layers that cannot be read from the model's own files
-
-    def __post_init__(self) -> None:
-        if self.memory is not None and self.placement != "auto":
-            raise ValueError("memory is for placement: auto alone")
 
 
 def dtype_for(config: TargetConfig, mixed_precision: str) -> str:
@@ -85,7 +67,7 @@ def load_target(
 
 
 def placement_of(config: TargetConfig, processes: int) -> Placement:
-    """Where layers are loaded to; UserError for a placement that is not for so many processes."""
+    """The map of layers to devices; UserError for a placement not for so many processes."""
     if config.placement == "whole":
         return WHOLE
     if config.placement != "fsdp":
@@ -209,9 +191,10 @@ class FeatureReader:
         read = [kept.read(row) for row in rows]
         found = [features for features in read if features is not None]
         missing = rows if len(found) < len(rows) else []
-        pairs = zip(missing, self._computed(missing), strict=True)
-        written = [kept.write(row, features) for row, features in pairs]
-        return written or found
+        computed = self._computed(missing)
+        for row, features in zip(missing, computed, strict=True):
+            kept.write(row, features)
+        return computed or found
 
     def _computed(self, rows: Sequence[int]) -> list[Features]:
         """The features [T, D] of each row, of one pass of the target over all.

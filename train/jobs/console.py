@@ -68,7 +68,7 @@ class StepBar(tqdm):
         `right` first guesses in a row, over all positions: more than decoding accepts.
         """
         self.set_postfix_str(
-            f"loss {loss:.3f}, {right:.2f} tokens right in a row, {tokens_per_second:.0f} tok/s",
+            f"loss {loss:.3f}, {right:.2f} guesses right, {tokens_per_second:.0f} tok/s",
             refresh=False,
         )
         self.update(min(round(done), self.total) - self.n)
@@ -94,7 +94,9 @@ class AnswerBar(tqdm):
         """Count what one pass of the target added: new tokens, and answers that are complete."""
         self.tokens += tokens
         speed = self.tokens / self.seconds
-        self.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} a second", refresh=False)
+        self.set_postfix_str(
+            f"{self.tokens:,} tokens in answers that ended, {speed:,.0f} a second", refresh=False
+        )
         self.update(ended)
 
 

@@ -6,12 +6,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any, Self
 
 from drafthead.core.errors import UserError
+from drafthead.core.storage.files import plain_path, write_json
+from drafthead.core.storage.row_file import RowFile, hold
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 REMEDY = "choose another --output, or --overwrite to start again"
 
@@ -22,55 +26,92 @@ def manifest_path(output: Path) -> Path:
     return output.with_name(output.name + ".manifest")
 
 
-def read_manifest(output: Path) -> dict[str, Any]:
-    """The manifest of an output.
-
-    Raises UserError, with what can be done, if there is none, or none that can be read.
-    """
-    manifest = manifest_path(output)
-    if not manifest.exists():
-        raise UserError(
-            f"{output} exists without {manifest.name}, so its settings are unknown: {REMEDY}"
-        )
-    try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{manifest} is not valid JSON ({error.msg}): {REMEDY}") from error
-    if not isinstance(recorded, dict):
-        raise UserError(f"{manifest} is not the manifest of a distillation: {REMEDY}")
-    return recorded
-
-
-def lock_path(output: Path) -> Path:
-    """The file that the only writer of an output holds."""
-    return output.with_name(f".{output.name}.lock")
-
-
-def other_settings(output: Path, name: str, before: object, now: object) -> UserError:
-    """The error of an output that was started with another value of a setting."""
+def no_manifest(output: Path) -> UserError:
+    """The error of an output whose manifest is not there, or damaged."""
     return UserError(
-        f"{output} was started with {name} {before!r}, now {now!r}: use the same settings, {REMEDY}"
+        f"{output} exists without a readable {manifest_path(output).name}, so it cannot be "
+        f"continued: {REMEDY}"
     )
 
 
+class ResumableRows:
+    """A file of rows that one process at a time writes, and the manifest with its settings.
+
+    A run with the same settings continues what an earlier one has begun.
+    """
+
+    def __init__(self, path: Path, settings: "DataclassInstance", overwrite: bool = False):
+        """Nothing is read before `check` or the `with` block, nothing written before `start`.
+
+        Raises UserError for a path that can be none of a file.
+        """
+        self.path, self.settings, self.overwrite = plain_path(path), settings, overwrite
+        self.manifest: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Read the manifest; UserError if the file is of a run with other settings or of no run."""
+        if self.overwrite or not self.is_begun:
+            return
+        try:
+            self.manifest = json.loads(manifest_path(self.path).read_text(encoding="utf-8"))
+            recorded = self.manifest["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise no_manifest(self.path) from error
+        for name, now in asdict(self.settings).items():
+            if (before := recorded.get(name)) != now:
+                raise UserError(
+                    f"{self.path} was started with {name} {before!r}, now {now!r}: use the same "
+                    f"settings, {REMEDY}"
+                )
+
+    def __enter__(self) -> Self:
+        """Open and lock the file; raises UserError when another process has it, and as `check`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        existed = self.path.exists()
+        self.file = RowFile(self.path, alone=True)
+        try:
+            if not existed and not self.file.size:  # a manifest is then of a file that was removed
+                manifest_path(self.path).unlink(missing_ok=True)
+            self.check()
+        except BaseException:
+            self.file.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let others have the file."""
+        self.file.close()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run has begun the file, also without a row."""
+        if not self.path.exists():
+            return False
+        return self.path.stat().st_size > 0 or manifest_path(self.path).exists()
+
+    def start(self) -> None:
+        """Begin a file that is new or to be overwritten; nothing is lost before."""
+        if self.is_begun and not self.overwrite:
+            return
+        self.file.cut(0)
+        self.manifest = {"settings": asdict(self.settings)}
+        self.save()
+
+    def save(self) -> None:
+        """Write the manifest; a kill leaves the old one or the new one."""
+        write_json(manifest_path(self.path), self.manifest)
+
+
 @contextmanager
-def only_writer(lock: Path, output: Path) -> Iterator[None]:
-    """Hold the file `lock` while `output` is written; it is free again when the process ends.
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made if need be; it is free again when the process ends.
 
     Raises UserError when another process holds it.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    held = FileLock(lock)
-    try:
-        held.acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(
-            f"another process is writing {output}: wait for its end, or choose another output"
-        ) from error
-    try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        hold(lock, folder)
         yield
-    finally:
-        held.release()
 
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -82,10 +123,12 @@ def full_disk_named(path: Path) -> Iterator[None]:
     """Raise UserError instead of whatever is raised in the block because `path`'s disk is full."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if not _is_full(error, path):
+        if isinstance(error, UserError):
+            is_full = getattr(error.__cause__, "errno", None) in NO_SPACE
+        else:
+            is_full = _is_full(error, path)
+        if not is_full:
             raise
         raise UserError(
             f"the disk of {path} is full: make room and run the same command again; what was "

@@ -11,8 +11,8 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafthead.core.errors import UserError
-from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run.config import RunConfig, TrainConfig
+from drafthead.train.run.config import RunConfig
+from drafthead.train.settings import OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,33 +44,13 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         # Else transformers would build the frozen target in pieces, as under ZeRO-3 a model that is
         # trained, and no engine would ever put them together.
         unset_hf_deepspeed_config()
-    check_average(config.train, accelerator)
     return accelerator
-
-
-def check_average(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise UserError if weights are to be averaged and each process holds pieces of them only."""
-    in_pieces = accelerator.distributed_type == DistributedType.FSDP
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        settings = accelerator.deepspeed_plugin.deepspeed_config
-        in_pieces = settings["zero_optimization"]["stage"] == 3
-    if in_pieces:
-        refuse_average(config)
 
 
 def refuse_muon(config: OptimizerConfig) -> None:
     """Raise UserError for Muon, where an engine shares the optimiser."""
     if config.name == "muon":
         raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
-
-
-def refuse_average(config: TrainConfig) -> None:
-    """Raise UserError if weights are to be averaged, where each process has pieces of them only."""
-    if config.ema is not None:
-        raise UserError(
-            "train.ema needs whole weights in each process, which FSDP and ZeRO-3 do not have: "
-            "leave it out, or launch with ddp.yaml or zero2.yaml of configs/accelerate/"
-        )
 
 
 def engine_asked_for() -> DistributedType | None:

@@ -1,11 +1,10 @@
-"""How well a head drafts on held-out conversations, from the ranks of the true tokens alone.
+"""Measures of drafting on held-out conversations, from the ranks of the true tokens alone.
 
 `tau` is that of greedy decoding: each answer is decoded again, from the ranks, and only the
 positions at which a step begins count. All positions alike, as they are trained, would be another
 number: decoding drafts after a token that the head missed.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -27,6 +26,7 @@ from drafthead.train.features.reading import read_features
 from drafthead.train.learning.ranks import RankedAnchors, chain_lengths, count_paths
 
 TREE_SIZES = (8, 16, 32, 64)  # nodes, the root included
+SHORT_CHAIN = 3  # drafted tokens, as other engines report MTP layers
 CATEGORY_NODES = 16
 
 
@@ -39,6 +39,7 @@ class Evaluation:
     top8: tuple[float, ...]  # the same for the first eight guesses: what a wide tree could accept
     alpha: tuple[float, ...]  # the same, among the anchors whose earlier guesses were all right
     tau_chain: float
+    tau_short_chain: float  # of `SHORT_CHAIN` tokens, or of the head's depth
     tau_tree: dict[int, float]  # nodes -> tau of the best static tree of that size
     path_counts: dict[Path, int]  # see heads.growing.static.grow_tree
     # Tau of the tree of CATEGORY_NODES nodes by kind of request, where rows say it.
@@ -58,7 +59,10 @@ def measure(ranked: RankedAnchors) -> Evaluation:
     lengths = chain_lengths(ranks)
     reached = [int((lengths >= k).sum()) for k in range(depth + 1)]
     counts = count_paths(ranks)
-    chain = {(0,) * length for length in range(depth + 1)}
+    chain, short = [
+        {(0,) * length for length in range(1 + longest)}
+        for longest in (depth, min(depth, SHORT_CHAIN))
+    ]
     trees = {size: {(), *grow_tree(counts, size).paths} for size in TREE_SIZES}
     return Evaluation(
         anchors=anchors,
@@ -66,6 +70,7 @@ def measure(ranked: RankedAnchors) -> Evaluation:
         top8=share_among(ranks, 8),
         alpha=tuple(reached[k + 1] / max(1, reached[k]) for k in range(depth)),
         tau_chain=ranked.tau(chain),
+        tau_short_chain=ranked.tau(short),
         tau_tree={size: ranked.tau(tree) for size, tree in trees.items()},
         path_counts=counts,
     )
@@ -106,8 +111,7 @@ def read_ranks(
 ) -> RankedAnchors:
     """Ranks on held-out rows, shared among the processes; all return the result.
 
-    `model` is a `step.LossModule` around `head` or around its averaged weights. `on_batch` is
-    called after each batch.
+    `model` is a `step.LossModule` around `head`. `on_batch` is called after each batch.
     """
     rows = range(len(data.rows))
     batches: Sequence[Sequence[int]] = [
@@ -155,51 +159,28 @@ def ranked_anchors(batch: HeadBatch, ranks: torch.Tensor, first_row: int = 0) ->
     return RankedAnchors(ranks.to("cpu", torch.int8), keys, anchors.tolist())
 
 
-STEPS_LOOKED_AT = 20
-
-
-class LastSteps:
-    """The loss of the last step, and the first guesses at depth 1 in the last steps."""
-
-    def __init__(self) -> None:
-        self.loss: float | None = None  # of a step in this process
-        self._guesses: deque[tuple[float, float]] = deque(maxlen=STEPS_LOOKED_AT)
-
-    def add(self, loss: float, right: float, guesses: float) -> None:
-        """Count a step in which so many of so many guesses were right."""
-        self.loss = loss
-        self._guesses.append((right, guesses))
-
-    @property
-    def share(self) -> float | None:
-        """The share of right guesses; None without any."""
-        right, guesses = (sum(step[part] for step in self._guesses) for part in (0, 1))
-        return right / guesses if guesses else None
-
-
 def verdict(
-    last: LastSteps,
+    loss: float,
     evaluation: Evaluation | None,
-    train: PackedData,
     held_out: PackedData | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[str]:
-    """Sentences about a head that learnt nothing: its loss is 0, or one token guesses as well.
+    """Sentences about a head that learnt nothing: its last loss is 0, or one token guesses as well.
 
-    The head's first guess is compared with the token that answers have most often, on the held-out
-    rows that `evaluation` is of or, without any, on what the last steps have trained on.
+    The head's first guess is compared with the token that held-out answers have most often.
     """
-    if last.loss == 0:
+    if loss == 0:
         yield "the loss of the last step is exactly 0: the head learns nothing from these rows"
-    where, share = "in the last steps", last.share
-    token, often, positions = (held_out or train).sequences.most_frequent()
-    if held_out is not None and evaluation is not None:
-        where, share = "held out", evaluation.top1[0] * evaluation.anchors / max(1, positions)
-    if share is None or share > often / max(1, positions):
+    if evaluation is None or held_out is None:
+        return
+    token, often, positions = held_out.sequences.most_frequent()
+    share = evaluation.top1[0] * evaluation.anchors / max(1, positions)
+    if share > often / max(1, positions):
         return
     name = repr(tokenizer.decode([token])) if tokenizer is not None else str(token)
     yield (
-        f"{where}, the head's first guess is right for {share:.1%} of the tokens after an answer's "
-        f"first one, and {name} alone would be for {often / max(1, positions):.1%}: it has not "
-        "learnt what pays; train longer, on more answers, or with another optimizer.lr"
+        f"held out, the head's first guess is right for {share:.1%} of the tokens after an "
+        f"answer's first one, and {name} alone would be for {often / max(1, positions):.1%}: the "
+        "head drafts no better than that; train longer, on more answers, or with another "
+        "optimizer.lr"
     )

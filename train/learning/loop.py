@@ -13,11 +13,10 @@ from drafthead.core.errors import UserError
 from drafthead.train.data.packing import RowOrder
 from drafthead.train.jobs.console import StepBar, StopRequest
 from drafthead.train.learning.engines import HostMemory
-from drafthead.train.learning.evaluation import Evaluation, LastSteps, evaluate, verdict
+from drafthead.train.learning.evaluation import Evaluation, evaluate, verdict
 from drafthead.train.learning.step import StepRecord, StepRunner, TrainingTask
 from drafthead.train.learning.writer import RunWriter
-from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run.config import Duration, TrainConfig
+from drafthead.train.run.config import Duration
 from drafthead.train.run.folder import (
     BEST_BY,
     BEST_FOLDER,
@@ -29,10 +28,10 @@ from drafthead.train.run.folder import (
     read_progress,
 )
 from drafthead.train.run.trainables import noun_of
+from drafthead.train.settings import OptimizerConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
 
-STEPS_BEFORE_ESTIMATE = 5
 CURVE = (1 / 8, 1 / 4, 1 / 2)  # of the first epoch: what a head knows after so many of the answers
 
 
@@ -51,12 +50,12 @@ class Trainer:
         """Prepare everything for this number of processes."""
         self.accelerator, self.task, self.config, self.folder = accelerator, task, config, folder
         self.runner = StepRunner(accelerator, task, config, optimizer)
-        self.writer = RunWriter(accelerator, folder, task, self.runner.result)
+        self.writer = RunWriter(accelerator, folder, task, self.runner.model)
         self.order = RowOrder(len(task.train.rows), config.batch_rows, config.seed)
         self.duration = Duration.of(config, len(task.train.rows))
         self.progress = Progress()
         self.step_seconds = 0.0
-        self.last = LastSteps()
+        self.loss = math.nan  # of the last step
         self.memory = memory
 
     def fit(self) -> bool:
@@ -66,7 +65,7 @@ class Trainer:
         the state is saved then.
         """
         self._begin()
-        started, first_step = time.perf_counter() - self.progress.seconds, self.progress.step
+        started = time.perf_counter() - self.progress.seconds
         is_main = self.accelerator.is_main_process
         done = self.duration.done(self.progress)
         with (
@@ -80,8 +79,6 @@ class Trainer:
                 self.writer.log(METRICS_FILE, asdict(record))
                 done = self.duration.done(self.progress)
                 bar.show(done, record.loss, record.right_in_a_row, record.supervised_tokens_per_s)
-                if record.step == first_step + STEPS_BEFORE_ESTIMATE:
-                    self._estimate(before)
                 self._evaluate_and_save(before, stopping)
                 if stopping:
                     return False
@@ -121,17 +118,6 @@ class Trainer:
         if state is not None:
             logger.info("continuing from %s", state)
 
-    def _estimate(self, before: Progress) -> None:
-        left = self.duration.limit - self.duration.done(self.progress)
-        seconds = left * self.step_seconds if self.duration.unit == "step" else left
-        tokens = self.progress.supervised_tokens - before.supervised_tokens
-        logger.info(
-            "about %.1f minutes to go at %.2f s and %d supervised tokens per step",
-            seconds / 60,
-            self.step_seconds,
-            tokens,
-        )
-
     def _step(self, started: float, stop: StopRequest) -> tuple[StepRecord, bool]:
         """One optimiser step; also whether any process was asked to stop."""
         began = time.perf_counter()
@@ -150,8 +136,7 @@ class Trainer:
         record = self._record(losses, num_supervised, target_seconds)
         if not math.isfinite(record.loss):
             raise self._not_finite(record, rows)
-        depth = self.task.head.depth
-        self.last.add(record.loss, right=losses[3 + 2 * depth], guesses=losses[3 + depth])
+        self.loss = record.loss
         return record, stopping > 0
 
     def _not_finite(self, record: StepRecord, rows: list[int]) -> UserError:
@@ -199,7 +184,7 @@ class Trainer:
         )
 
     def _evaluate_and_save(self, before: Progress, stopping: bool) -> None:
-        """What is due after a step. Evaluation goes first, so that no saved state lacks its own."""
+        """Evaluate, save or show what is due after a step; a saved state has its own evaluation."""
         config, step = self.config, self.progress.step
         ended = self.duration.is_used(self.progress)
         due = config.eval_every is not None and step % config.eval_every == 0
@@ -224,7 +209,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         rows = self.config.micro_batch_rows
         result = evaluate(
-            self.accelerator, self.runner.result, task.head, task.target, task.validation, rows
+            self.accelerator, self.runner.model, task.head, task.target, task.validation, rows
         )
         if self.accelerator.is_main_process:  # a run killed at its end evaluates there again
             cut_log(self.folder.path / EVALUATION_FILE, self.progress.step - 1)
@@ -251,9 +236,8 @@ class Trainer:
         evaluation = self._evaluate()
         self.writer.write_head(self.progress, evaluation, self.folder.path)
         if is_last:
-            task = self.task
-            rows = task.train, task.validation
-            for sentence in verdict(self.last, evaluation, *rows, task.target.tokenizer):
+            held_out, tokenizer = self.task.validation, self.task.target.tokenizer
+            for sentence in verdict(self.loss, evaluation, held_out, tokenizer):
                 logger.warning(sentence)
         if evaluation is None:
             return

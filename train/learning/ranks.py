@@ -3,24 +3,17 @@
 A rank is the place of the true token among the head's guesses at a depth. Greedy decoding accepts
 the true token and nothing else. So the ranks after all positions of an answer decide where each
 step begins, with any static tree, and how many steps the answer takes.
-
-The second, on-policy stage of training replays decoding so, and trains only where a step would
-begin: at each token that the head missed. One pass over packed rows replays the whole decoding. On
-texts that the target did not write this is decoding under the `match` rule with a target that would
-write them. (Draft-OPD, arXiv 2605.29343, trains from such rejections, replayed from rollouts.)
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from drafthead.core.trees.tree import Path
-from drafthead.heads.growing.static import grow_tree
-from drafthead.heads.objectives.anchors import anchor_positions
-from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
+from drafthead.heads.objectives.batch import MAX_RANK
 from drafthead.train.data.packing import PackedData
 
 KEPT_PATHS = 512
@@ -95,7 +88,7 @@ def count_paths(ranks: torch.Tensor, keep: int = KEPT_PATHS) -> dict[Path, int]:
 
 
 def accepted_in(tree: set[Path], ranks: Path) -> int:
-    """How many true tokens with these ranks a tree holds in a row: 1 for (0, 1) and a chain."""
+    """The number of true tokens of these ranks in a row in a tree: 1 for (0, 1) and a chain."""
     depth = 0
     while depth < len(ranks) and ranks[: depth + 1] in tree:
         depth += 1
@@ -117,26 +110,3 @@ def roots_of_steps(
             chosen.append(number)
             current, next_place = conversation, anchor + accepted[number] + 1
     return chosen
-
-
-REPLAY_NODES = 16  # of the tree that is drafted after each root, the root included
-
-
-def replayed(batch: HeadBatch, ranks: torch.Tensor) -> HeadBatch:
-    """The batch with `roots` where decoding drafts: at each token that the head missed.
-
-    `ranks` [A, K] are the head's ranks of the true tokens after all A anchors, row by row. The tree
-    is the best of `REPLAY_NODES` nodes for these ranks.
-    """
-    ranks = ranks.cpu()
-    counts = count_paths(ranks)
-    tree = {(), *grow_tree(counts, REPLAY_NODES).paths}
-    rows, anchors = anchor_positions(batch)
-    conversations = batch.segments[rows, anchors].tolist()
-    keys = list(zip(rows.tolist(), conversations, strict=True))
-    accepted = [accepted_in(tree, tuple(row)) for row in ranks.tolist()]
-    chosen = torch.tensor(roots_of_steps(keys, anchors.tolist(), accepted), dtype=torch.long)
-    chosen = chosen.to(rows.device)
-    roots = torch.zeros_like(batch.supervised)
-    roots[rows[chosen], anchors[chosen] + 1] = True
-    return replace(batch, roots=roots)

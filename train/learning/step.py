@@ -2,12 +2,9 @@
 
 The loss of a step is the mean over the supervised tokens of all its rows, however they are shared
 among micro-batches and processes: their number does not change what is learnt. (But each of them
-draws the noise of EAGLE-1 and -2 and Hydra's dropout itself, and in the on-policy stage it replays
-decoding with its own tree.)
+draws the noise of EAGLE-1 and -2 and Hydra's dropout itself.)
 """
 
-import copy
-import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -15,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
@@ -25,42 +21,14 @@ from drafthead.train.data.packing import PackedData
 from drafthead.train.data.training_rows import Sources
 from drafthead.train.features.kept import KeptFeatures
 from drafthead.train.features.reading import FeatureReader, computing_in
-from drafthead.train.learning.ranks import chain_lengths, replayed
+from drafthead.train.learning.ranks import chain_lengths
 from drafthead.train.optimizers import (
     OptimizerConfig,
     build_optimizers,
     lr_share,
     set_learning_rates,
 )
-from drafthead.train.run.config import TrainConfig
-
-
-def decay_of_step(decay: float, step: int) -> float:
-    """The decay of a step, counted from 0, that lets a short run forget its random start.
-
-    min(decay, (1 + step) / (10 + step)), as TensorFlow's ExponentialMovingAverage has it with
-    `num_updates`: with 0.999 that is 0.1, 0.18, 0.25 and, from step 8990 on, 0.999.
-    """
-    return min(decay, (1 + step) / (10 + step))
-
-
-class WeightAverage:
-    """The average of the weights of a head that is being trained, in float32, and its head."""
-
-    def __init__(self, head: DraftHead, decay: float, device: torch.device):
-        """Begin with the head's weights as they are."""
-        self.decay = decay
-        self.head = copy.deepcopy(head).to(device, torch.float32).requires_grad_(False)
-
-    def update(self, trained: nn.Module, step: int) -> None:
-        """Take in the weights after a step, counted from 0; `trained` is the head itself."""
-        average = get_ema_multi_avg_fn(decay_of_step(self.decay, step))
-        # DeepSpeed's are rounded to bfloat16; they are averaged in float32 all the same.
-        weights = [weight.detach().float() for weight in trained.parameters()]
-        average(list(self.head.parameters()), weights, step)
-
-
-logger = logging.getLogger(__name__)
+from drafthead.train.settings import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -135,8 +103,6 @@ class StepRunner:
         self.config = config = config.shared_among(accelerator.num_processes)
         self.accumulation = config.accumulation(accelerator.num_processes)
         accelerator.gradient_accumulation_steps = self.accumulation
-        # Before `prepare`, which may round the weights.
-        self.average = self._new_average()
         optimizers = build_optimizers(task.head.named_parameters(), optimizer)
         self.peaks = [o.param_groups[0]["lr"] for o in optimizers]
         self.model, *self.optimizers = accelerator.prepare(
@@ -149,28 +115,11 @@ class StepRunner:
             config.mixed_precision,
             task.kept_features,
         )
-        self.on_policy = False  # in the second stage
         self.rates: list[float] = []  # of the last step
         self.grad_norm: float | None = None
 
-    def _new_average(self) -> WeightAverage | None:
-        """The average of weights that the configuration asks for; saved states hold it."""
-        if self.config.ema is None:
-            return None
-        average = WeightAverage(self.task.head, self.config.ema, self.accelerator.device)
-        self.accelerator.register_for_checkpointing(average.head)
-        return average
-
-    @property
-    def result(self) -> nn.Module:
-        """What is evaluated and written, as a `LossModule`: the averaged head if there is one."""
-        if self.average is None:
-            return self.model
-        return LossModule(self.average.head, self.task.target, self.config.mixed_precision)
-
     def run(self, step: int, share: float, rows: list[int]) -> StepSums:
         """Train on `rows` once; `share` of the duration is used when half of the step is done."""
-        self._enter_stage(step, share)
         factor = lr_share(self.optimizer_config, share)
         self.rates = set_learning_rates(self.optimizers, self.peaks, factor)
         num_supervised = self.task.train.supervised_in(rows)
@@ -178,21 +127,10 @@ class StepRunner:
             self._micro_batch(step, micro, rows, num_supervised)
             for micro in range(self.accumulation)
         ]
-        if self.average is not None:
-            self.average.update(self.task.head, step)
         return StepSums(
             torch.stack([part.losses for part in parts]).sum(dim=0),
             sum(part.target_seconds for part in parts),
         )
-
-    def _enter_stage(self, step: int, share: float) -> None:
-        """Begin the on-policy stage when its share of the duration is all that is left."""
-        config = self.config
-        if config.on_policy and not self.on_policy and share >= 1 - config.on_policy_share:
-            self.on_policy = True
-            logger.info(
-                "from step %d on: on-policy, after the tokens that the head misses", step + 1
-            )
 
     def _micro_batch(self, step: int, micro: int, rows: list[int], num_supervised: int) -> StepSums:
         """One micro-batch of this process; the last one of a step updates the head."""
@@ -202,9 +140,6 @@ class StepRunner:
         own = range(len(rows))[index * size : (index + 1) * size]
         batch = self.reader.batch([rows[number] for number in own])
         target_seconds = self._now() - began
-        weight = 1.0
-        if self.on_policy:
-            batch, weight = self._at_drafted_roots(batch)
         # What is chosen for a row depends on the step alone; noise also on the micro-batch.
         batch = replace(batch, seeds=[self._seed_of(step, number) for number in own])
         torch.manual_seed(self._seed_of(step, index))
@@ -213,19 +148,9 @@ class StepRunner:
         scale = self.accumulation * accelerator.num_processes / num_supervised
         with accelerator.accumulate(self.model):
             total, loss = self.model(batch)
-            accelerator.backward(total * (scale * weight))
+            accelerator.backward(total * scale)
             self._update()
-        return StepSums(loss_sums(loss, num_supervised, weight), target_seconds)
-
-    def _at_drafted_roots(self, batch: HeadBatch) -> tuple[HeadBatch, float]:
-        """The batch with the roots of decoding, and how many supervised tokens each represents."""
-        self.model.eval()
-        with torch.no_grad():
-            _, loss = self.model(batch)
-        self.model.train()
-        rooted = replayed(batch, loss.ranks)
-        assert rooted.roots is not None
-        return rooted, loss.ranks.shape[0] / max(1, int(rooted.roots.sum()))
+        return StepSums(loss_sums(loss, num_supervised), target_seconds)
 
     def _update(self) -> None:
         """Clip the gradients and step the optimisers; accelerate skips all but the last call."""
@@ -243,7 +168,7 @@ class StepRunner:
 
     @torch.no_grad()
     def target_fault(self, rows: list[int]) -> str | None:
-        """What is not finite in the target, looking at its share of `rows`; None if nothing is."""
+        """The name of what is not finite in the target, by its part of `rows`; else None."""
         size, accelerator = self.config.micro_batch_rows, self.accelerator
         for micro in range(self.accumulation):
             index = micro * accelerator.num_processes + accelerator.process_index
@@ -269,14 +194,14 @@ class StepRunner:
         return time.perf_counter()
 
 
-def loss_sums(loss: HeadLoss, num_supervised: int, weight: float = 1.0) -> torch.Tensor:
-    """What is summed over micro-batches and processes, [3 + 3K]; `weight` multiplies the loss.
+def loss_sums(loss: HeadLoss, num_supervised: int) -> torch.Tensor:
+    """The sums over micro-batches and processes, [3 + 3K].
 
     Loss per supervised token of the step, anchors, right guesses in a row; and for each depth the
     loss, the positions and the right first guesses.
     """
     scalars = [
-        weight * loss.total.detach() / num_supervised,
+        loss.total.detach() / num_supervised,
         torch.tensor(loss.ranks.shape[0]),
         chain_lengths(loss.ranks).sum(),
     ]

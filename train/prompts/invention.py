@@ -10,21 +10,14 @@ import logging
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_json
+from drafthead.core.storage.row_file import RowFile
 from drafthead.train.jobs.console import AnswerBar
-from drafthead.train.jobs.outputs import (
-    REMEDY,
-    full_disk_named,
-    lock_path,
-    manifest_path,
-    only_writer,
-    other_settings,
-)
+from drafthead.train.jobs.outputs import REMEDY, ResumableRows, full_disk_named, no_manifest
 from drafthead.train.prompts.message_filter import MessageFilter
-from drafthead.train.prompts.message_source import Message, MessageSource
+from drafthead.train.prompts.message_source import InventedMessage, MessageSource
 from drafthead.train.settings import InventSettings
 
 logger = logging.getLogger(__name__)
@@ -37,8 +30,8 @@ class TooFewMessagesError(UserError):
 
 
 @dataclass
-class Progress:
-    """How far a file has come after whole batches."""
+class InventProgress:
+    """The counts of a file after whole batches."""
 
     batches: int = 0
     size: int = 0  # bytes
@@ -69,32 +62,22 @@ def invent(
     A file that was started with the same settings is continued, also to a larger number. Raises
     UserError for other settings, when another process writes the file, and when the disk is full;
     TooFewMessagesError when many batches bring nothing that can be kept, and when so many seconds
-    after the first pass, which may compile, the number is not there.
+    after the first pass, which may record, the number is not there.
     """
-    with full_disk_named(output), only_writer(lock_path(output), output):
-        return _invent(source, output, number, overwrite, seconds)
-
-
-def _invent(
-    source: MessageSource, output: Path, number: int, overwrite: bool, seconds: float | None
-) -> InventReport:
-    """`invent` in the only process that writes the file."""
-    progress = begin(output, source.settings, overwrite)
-    texts = texts_written(output)
-    if len(texts) >= number:
-        return InventReport(len(texts), {}, 0, 0.0)
-    with (
-        output.open("r+b") as file,
-        AnswerBar(number, progress.kept, "invent", "prompt") as bar,
-    ):
-        inventor = Inventor(source, number, progress, texts[: progress.kept], bar, seconds)
-        file.truncate(progress.size)
-        file.seek(progress.size)
-        while progress.kept < number:
-            inventor.write_batch(file)
-            if progress.kept < number:  # else the last batch may have been used in part
-                save_progress(output, source.settings, progress)
-    return InventReport(progress.kept, progress.dropped, bar.tokens, bar.seconds)
+    with full_disk_named(output), ResumableRows(output, source.settings, overwrite) as rows:
+        rows.start()
+        progress, texts = progress_of(rows), texts_of(rows.file)
+        if len(texts) >= number:
+            return InventReport(len(texts), {}, 0, 0.0)
+        rows.file.cut(progress.size)
+        with AnswerBar(number, progress.kept, "invent", "prompt") as bar:
+            inventor = Inventor(source, number, progress, texts[: progress.kept], bar, seconds)
+            while progress.kept < number:
+                inventor.write_batch(rows.file)
+                if progress.kept < number:  # else the last batch may have been used in part
+                    rows.manifest["progress"] = asdict(progress)
+                    rows.save()
+        return InventReport(progress.kept, progress.dropped, bar.tokens, bar.seconds)
 
 
 class Inventor:
@@ -104,7 +87,7 @@ class Inventor:
         self,
         source: MessageSource,
         number: int,
-        progress: Progress,
+        progress: InventProgress,
         kept: list[str],
         bar: AnswerBar,
         seconds: float | None = None,
@@ -117,24 +100,22 @@ class Inventor:
             self.filter.problem(text)
         self.fruitless = 0  # batches in a row
 
-    def write_batch(self, file: IO[bytes]) -> None:
+    def write_batch(self, file: RowFile) -> None:
         """Draw the next batch and write what is kept; raises TooFewMessagesError as `invent`."""
         drawn = self.source.batch(self.progress.batches, self._count)
-        kept = 0
+        rows: list[bytes] = []
         for message in drawn:
-            if self.progress.kept + kept == self.number:
+            if self.progress.kept + len(rows) == self.number:
                 break
             if problem := problem_of(message) or self.filter.problem(message.text):
                 self.progress.dropped[problem] = self.progress.dropped.get(problem, 0) + 1
                 continue
-            file.write(row_of(message, self.source.settings))
-            kept += 1
-        file.flush()
-        self.bar.count(0, kept)
+            rows.append(row_of(message, self.source.settings))
+        self.progress.size = file.append(b"".join(rows))
         self.progress.batches += 1
-        self.progress.kept += kept
-        self.progress.size = file.tell()
-        self.fruitless = 0 if kept else self.fruitless + 1
+        self.progress.kept += len(rows)
+        self.bar.count(0, len(rows))
+        self.fruitless = 0 if rows else self.fruitless + 1
         if self.fruitless == FRUITLESS_BATCHES:
             raise self._too_few(f"nothing new in {FRUITLESS_BATCHES} batches")
 
@@ -156,14 +137,14 @@ class Inventor:
         )
 
 
-def problem_of(message: Message) -> str | None:
+def problem_of(message: InventedMessage) -> str | None:
     """Say why a message is dropped whatever its words are."""
     if not message.finished:
         return "no end within the limit"
     return "control tokens inside" if message.has_control_token else None
 
 
-def row_of(message: Message, settings: InventSettings) -> bytes:
+def row_of(message: InventedMessage, settings: InventSettings) -> bytes:
     """One line of the file."""
     identity = {"id": f"invented-{settings.seed}-{message.number}"}
     user = {"role": "user", "content": message.text}
@@ -174,50 +155,21 @@ def row_of(message: Message, settings: InventSettings) -> bytes:
     return (json.dumps(row, ensure_ascii=False) + "\n").encode()
 
 
-def texts_written(output: Path) -> list[str]:
-    """The messages of a file's whole lines."""
-    lines = output.read_bytes().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
+def texts_of(file: RowFile) -> list[str]:
+    """The messages of a file's whole rows."""
+    rows = map(json.loads, file.rows())
     return [row["prompt"] if "prompt" in row else row["messages"][-1]["content"] for row in rows]
 
 
-def begin(output: Path, settings: InventSettings, overwrite: bool) -> Progress:
-    """The progress of a file; an empty file and a record if there is none.
-
-    Raises UserError if the file belongs to a run with other settings or to no run.
-    """
-    if overwrite or not output.exists():
-        progress = Progress()
-        output.unlink(missing_ok=True)
-        save_progress(output, settings, progress)  # first: a file without one cannot be continued
-        output.touch()
-        return progress
-    return check_settings(output, settings)
-
-
-def check_settings(output: Path, settings: InventSettings) -> Progress:
-    """The recorded progress of a file; UserError if it was started with other settings."""
+def progress_of(rows: ResumableRows) -> InventProgress:
+    """The recorded progress of a file; UserError where it cannot be read, or rows are lost."""
     try:
-        record = json.loads(manifest_path(output).read_text(encoding="utf-8"))
-        progress = Progress(**record["progress"])
-        recorded = record["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{output} exists without a readable {manifest_path(output).name}, so it cannot be "
-            f"continued: {REMEDY}"
-        ) from error
-    for key, value in asdict(settings).items():
-        if recorded.get(key) != value:
-            raise other_settings(output, key, recorded.get(key), value)
-    if output.stat().st_size < progress.size:
-        raise UserError(f"{output} has lost rows since it was written: {REMEDY}")
+        progress = InventProgress(**rows.manifest.get("progress", {}))
+    except TypeError as error:
+        raise no_manifest(rows.path) from error
+    if rows.file.size < progress.size:
+        raise UserError(f"{rows.path} has lost rows since it was written: {REMEDY}")
     return progress
-
-
-def save_progress(output: Path, settings: InventSettings, progress: Progress) -> None:
-    """Write the record beside a file; a kill leaves the old one or the new one."""
-    record = {"settings": asdict(settings), "progress": asdict(progress)}
-    write_json(manifest_path(output), record)
 
 
 def log_report(report: InventReport, output: Path) -> None:

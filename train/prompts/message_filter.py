@@ -1,4 +1,4 @@
-"""Which messages that a model has written in a user's place are worth an answer.
+"""A filter of messages that a model wrote in a user's place: are they worth an answer?
 
 Texts say nearly the same that have most runs of three words in common: Broder, On the resemblance
 and containment of documents, 1997. Which texts to compare is found by prefix filtering: Chaudhuri,

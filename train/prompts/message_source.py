@@ -68,7 +68,7 @@ BEGINNING_TOKENS = 16  # most that are taken from a text
 
 
 @dataclass(frozen=True)
-class Message:
+class InventedMessage:
     """A message that a target wrote in the user's place."""
 
     number: int
@@ -108,7 +108,7 @@ class MessageSource:
             )
         return UserTurn(list(self.tokenizer("")["input_ids"]))
 
-    def batch(self, index: int, count: Callable[[int], None]) -> list[Message]:
+    def batch(self, index: int, count: Callable[[int], None]) -> list[InventedMessage]:
         """The messages of batch `index`: numbers from index times the batch size on.
 
         `count` is called after each pass of the target with the number of new tokens.
@@ -136,14 +136,14 @@ class MessageSource:
 
     def _message(
         self, number: int, beginning: list[int], drawn: list[int], finished: bool
-    ) -> Message:
+    ) -> InventedMessage:
         """A message without its end."""
         ids = beginning + (drawn[:-1] if drawn[-1] in self.ends else drawn)
         (text,) = texts_of([ids], self.tokenizer)
         if self.turn.end_text:
             text = text.partition(self.turn.end_text)[0]
         has_control_token = not self.controls.isdisjoint(ids)
-        return Message(number, text.strip(), len(drawn), finished, has_control_token)
+        return InventedMessage(number, text.strip(), len(drawn), finished, has_control_token)
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

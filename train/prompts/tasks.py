@@ -31,7 +31,7 @@ NAMES = ("text", "other", "passages", "opening", "question")
 
 
 @dataclass(frozen=True)
-class Text:
+class SourceText:
     """A text that may be asked about, and the message that it answered."""
 
     words: list[str]
@@ -79,21 +79,21 @@ class Tasks:
             ) from error
 
 
-def texts_of(conversations: Iterable[Conversation]) -> list[Text]:
+def texts_of(conversations: Iterable[Conversation]) -> list[SourceText]:
     """The last answers that are long enough to ask about and do not repeat themselves."""
-    texts: list[Text] = []
+    texts: list[SourceText] = []
     for conversation in conversations:
         *_, asked, answer = [None, None, *conversation.messages]
         if asked is None or answer is None or answer["role"] != "assistant":
             continue
         words = answer["content"].split(" ")[:MOST_WORDS]
         if len(words) >= LEAST_WORDS and repeated_share(words) <= GREATEST_REPEATED:
-            texts.append(Text(words, asked["content"][:QUESTION_LETTERS]))
+            texts.append(SourceText(words, asked["content"][:QUESTION_LETTERS]))
     return texts
 
 
 def prompts_about(
-    texts: list[Text], tasks: Tasks, number: int, seed: int, most_passages: int
+    texts: list[SourceText], tasks: Tasks, number: int, seed: int, most_passages: int
 ) -> Iterator[str]:
     """`number` prompts, in turn about two texts, about many and about one.
 
@@ -120,7 +120,7 @@ def prompts_about(
         )
 
 
-def passages(text: Text, texts: list[Text], most: int, chance: random.Random) -> str:
+def passages(text: SourceText, texts: list[SourceText], most: int, chance: random.Random) -> str:
     """A text somewhere among others, all with numbers, as a retriever would hand them over."""
     count = chance.randint(FEWEST_PASSAGES, most)
     chosen = [chance.choice(texts) for _ in range(count - 1)]
@@ -131,14 +131,14 @@ def passages(text: Text, texts: list[Text], most: int, chance: random.Random) ->
     )
 
 
-def shortened(text: Text, chance: random.Random) -> str:
+def shortened(text: SourceText, chance: random.Random) -> str:
     """A text of random length, whole sentences where it has any."""
     words = text.words[: chance.randint(LEAST_WORDS, MOST_WORDS)]
     cut = " ".join(words)
     return cut[: cut.rfind(".") + 1] or cut
 
 
-def opening(text: Text, sentences: int) -> str:
+def opening(text: SourceText, sentences: int) -> str:
     """The first sentences of a text."""
     return ". ".join(" ".join(text.words).split(". ")[:sentences]).rstrip(".") + "."
 

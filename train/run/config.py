@@ -1,84 +1,39 @@
 """The configuration of a training run: defaults < YAML file < `section.key=value`.
 
 Each section is a dataclass; the head's section is the config of its family. Nothing is loaded
-before the whole configuration is checked.
+before the whole configuration is checked, and torch is imported after all sections but the head's
+are: a wrong file is refused at once.
 """
 
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-import torch
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import ValidationError
 
 from drafthead.core.errors import UserError
-from drafthead.core.settings import Count, Positive, reader, sentence, settings
-from drafthead.core.target.processor import bfloat16_instructions
-from drafthead.core.target.weight_types import LOSSY
-from drafthead.train.data.training_rows import DataConfig
-from drafthead.train.features.reading import TargetConfig
-from drafthead.train.optimizers import OptimizerConfig
-from drafthead.train.run.folder import DURATIONS, Progress, RunFolder, Settings
-from drafthead.train.run.trainables import trainable
+from drafthead.core.settings import reader, sentence
+from drafthead.core.storage.names import refuse_missing_data, refuse_missing_model
+from drafthead.train.settings import (
+    DURATIONS,
+    DataConfig,
+    OptimizerConfig,
+    TargetConfig,
+    TrainConfig,
+)
+
+if TYPE_CHECKING:
+    from drafthead.train.run.folder import Progress, RunFolder, Settings
 
 DEFAULT_FAMILY = "medusa"
-NARROW = ("bfloat16", "float16", *LOSSY)  # types that compute in 16 bits
-
-
-@settings
-class TrainConfig:
-    """The length of training, and how often it is saved. Give one of epochs, steps, minutes."""
-
-    output: str
-    epochs: Positive | None = None
-    max_steps: Count | None = None
-    max_minutes: Positive | None = None
-    batch_rows: Count = 16  # rows of an optimiser step, over all processes
-    micro_batch_rows: Count = 4  # rows that a process computes at a time, at most
-    mixed_precision: Annotated[
-        Literal["auto", "no", "bf16"],
-        BeforeValidator(lambda value: "no" if value is False else value),  # YAML's `no`
-    ] = "no"  # `auto`: bf16 on GPUs and on processors with instructions for it
-    seed: int = 0
-    # Evaluate and write an average of weights, with this decay a step, such as 0.999.
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    init_from: str | None = None  # a head of the same family and shape, whose weights to start with
-    save_every: Count | None = None  # steps between saved states
-    save_minutes: Positive = 10.0  # the same in minutes
-    eval_every: Count | None = None  # steps between evaluations; there is always one at the end
-    curve: bool = False  # evaluate after 1/8, 1/4 and 1/2 of the answers and after each epoch, too
-    overwrite: bool = False  # discard a finished run, or one with other settings, in `output`
-    cpu: bool = False  # use no GPU
-    on_policy: bool = False  # in a second stage, train where decoding with the head would draft
-    on_policy_share: Annotated[float, Field(gt=0, le=1)] = 0.3  # of the duration, for that stage
-
-    def __post_init__(self) -> None:
-        limits = [self.epochs, self.max_steps, self.max_minutes]
-        if sum(limit is not None for limit in limits) != 1:
-            raise ValueError("give exactly one of epochs, max_steps and max_minutes")
-
-    def shared_among(self, num_processes: int) -> "TrainConfig":
-        """The settings in one of so many processes, which compute a step's rows in equal parts.
-
-        Its `micro_batch_rows` is the largest that leaves no row over. Raises UserError where the
-        processes cannot have equally many rows.
-        """
-        own, left = divmod(self.batch_rows, num_processes)
-        if left:
-            raise UserError(
-                f"train.batch_rows={self.batch_rows} are the rows of a step, which {num_processes} "
-                f"processes cannot share equally: use a multiple of {num_processes}"
-            )
-        fitting = [n for n in range(1, min(own, self.micro_batch_rows) + 1) if own % n == 0]
-        return replace(self, micro_batch_rows=fitting[-1])
-
-    def accumulation(self, num_processes: int) -> int:
-        """Micro-batches of a step in each process, of settings that are shared among so many."""
-        return self.batch_rows // (self.micro_batch_rows * num_processes)
+# All but the section of the head, which depends on its family.
+SECTIONS: dict[str, type] = {
+    "target": TargetConfig, "data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,15 +53,15 @@ class Duration:
         assert config.epochs is not None
         return cls(max(1, math.ceil(config.epochs * num_rows / config.batch_rows)), "step")
 
-    def done(self, progress: Progress) -> float:
+    def done(self, progress: "Progress") -> float:
         """Return how much of `limit` is used."""
         return progress.step if self.unit == "step" else progress.seconds
 
-    def is_used(self, progress: Progress) -> bool:
+    def is_used(self, progress: "Progress") -> bool:
         """Tell whether training is over."""
         return self.done(progress) >= self.limit
 
-    def share_at_next_step(self, progress: Progress, step_seconds: float) -> float:
+    def share_at_next_step(self, progress: "Progress", step_seconds: float) -> float:
         """The share of the duration used when the next step, of about that length, is half done."""
         half = 0.5 if self.unit == "step" else step_seconds / 2
         return (self.done(progress) + half) / self.limit
@@ -124,7 +79,7 @@ class RunConfig:
     train: TrainConfig
 
     def __post_init__(self) -> None:
-        if self.train.mixed_precision == "no" and self.target.dtype in NARROW:
+        if self.train.mixed_precision == "no" and is_narrow(self.target.dtype):
             raise UserError(
                 f"target.dtype={self.target.dtype} needs train.mixed_precision=bf16; "
                 "without it the target has to be float32"
@@ -148,18 +103,16 @@ class RunConfig:
             "train": self.train,
         }
 
-    def settings(self) -> Settings:
+    def settings(self) -> "Settings":
         """The resolved configuration, as a YAML or JSON file holds it."""
         written = {name: asdict(section) for name, section in self.sections.items()}
         return written | {"head": {"family": self.family, **written["head"]}}
 
-    def folder(self) -> RunFolder:
-        """The run's folder; it knows the defaults, for records written before a setting existed."""
-        defaults = {
-            name: {f.name: f.default for f in fields(section) if f.default is not MISSING}
-            for name, section in self.sections.items()
-        }
-        return RunFolder(Path(self.train.output), self.settings(), defaults)
+    def folder(self) -> "RunFolder":
+        """The run's folder."""
+        from drafthead.train.run.folder import RunFolder
+
+        return RunFolder(Path(self.train.output), self.settings())
 
 
 @dataclass(frozen=True)
@@ -170,11 +123,11 @@ class Given:
     origin: str
 
 
-def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_run_config(path: Path, overrides: Iterable[str] = (), present: bool = False) -> RunConfig:
     """Read a YAML file and apply overrides such as `optimizer.lr=1e-4`.
 
-    Raises UserError that names the file or the override, the setting, and the nearest setting that
-    exists.
+    With `present` the target and the data must be there. Raises UserError that names the file or
+    the override, the setting, and the nearest setting that exists.
     """
     given, overridden = read_yaml(path), dict[str, Given]()
     for override in overrides:
@@ -185,25 +138,43 @@ def load_run_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         given = {name: value for name, value in given.items() if name not in durations}
     given |= overridden
     family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
-    sections = {
-        "target": TargetConfig,
-        "head": trainable(family).config_class,
-        "data": DataConfig,
-        "optimizer": OptimizerConfig,
-        "train": TrainConfig,
-    }
-    check_names(given, sections, ["head.family"])
-    built = {name: build_section(name, cls, given, path) for name, cls in sections.items()}
+    of_head = {name: value for name, value in given.items() if name.startswith("head.")}
+    check_names({n: v for n, v in given.items() if n not in of_head}, SECTIONS, ["head.family"])
+    built = {name: build_section(name, cls, given, path) for name, cls in SECTIONS.items()}
+    if present:
+        refuse_missing(built["target"], built["data"], path)
+    from drafthead.train.run.trainables import trainable
+
+    head: dict[str, type] = {"head": trainable(family).config_class}
+    check_names(of_head, SECTIONS | head, ["head.family"])
+    built["head"] = build_section("head", head["head"], given, path)
     built["train"] = with_precision(built["train"], built["target"])
     return RunConfig(family=family, **built)
+
+
+def refuse_missing(target: TargetConfig, data: DataConfig, path: Path) -> None:
+    """Raise UserError where the target, or what is trained or measured on, is not there."""
+    try:
+        refuse_missing_model(target.name)
+        for source in (*data.sources, *filter(None, [data.validation])):
+            refuse_missing_data(source)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def with_precision(train: TrainConfig, target: TargetConfig) -> TrainConfig:
     """The section with `bf16` or `no` where it has `auto`; a target of 16 bits needs `bf16`."""
     if train.mixed_precision != "auto":
         return train
-    chosen = "bf16" if target.dtype in NARROW else precision_here(train.cpu)
+    chosen = "bf16" if is_narrow(target.dtype) else precision_here(train.cpu)
     return replace(train, mixed_precision=chosen)
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether a number type of the target computes in 16 bits."""
+    from drafthead.core.target.weight_types import LOSSY
+
+    return dtype in ("bfloat16", "float16", *LOSSY)
 
 
 def read_yaml(path: Path) -> dict[str, Given]:
@@ -211,7 +182,8 @@ def read_yaml(path: Path) -> dict[str, Given]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the configuration {path}: {reason}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
@@ -309,5 +281,9 @@ def precision_here(cpu: bool) -> Literal["no", "bf16"]:
     Not by measuring: that could differ between the processes of a run, or from the run that it
     continues.
     """
+    import torch
+
+    from drafthead.core.target.processor import bfloat16_instructions
+
     on_gpu = torch.accelerator.is_available() and not cpu
     return "bf16" if on_gpu or bfloat16_instructions() else "no"

@@ -11,7 +11,6 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.storage.files import json_lines, write_json, write_text
 from drafthead.heads.formats.files import read_json
 from drafthead.train.data.training_rows import Sources
+from drafthead.train.settings import DURATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0  # optimiser steps done
     seconds: float = 0.0  # of training, evaluating and saving
@@ -124,7 +124,6 @@ def read_progress(state: Path, sources: Sources) -> Progress:
     return Progress(**values)
 
 
-DURATIONS = ("epochs", "max_steps", "max_minutes")  # settings of the section `train`
 # Settings that change nothing of what is learnt.
 FREE = ("train.overwrite", "target.placement", "target.memory", "target.offload_folder")
 METRICS_FILE, EVALUATION_FILE = "metrics.jsonl", "evaluation.jsonl"
@@ -190,11 +189,9 @@ def is_longer(old: Settings, new: Settings) -> bool:
 class RunFolder:
     """One run's folder. Every process may read it, only the main process writes."""
 
-    def __init__(self, path: Path, settings: Settings, defaults: Settings):
-        """`defaults` holds values for settings that an older record lacks."""
+    def __init__(self, path: Path, settings: Settings):
         # Settings are compared after a round trip through JSON, where tuples become lists.
         self.path, self.settings = path, json.loads(json.dumps(settings))
-        self.defaults: Settings = json.loads(json.dumps(defaults))
         self.states = SavedStates(path / "state")
 
     def status(self, overwrite: bool) -> Literal["new", "resumable", "finished"]:
@@ -209,7 +206,7 @@ class RunFolder:
         finished = record.get("finished", False)
         if not finished and not self.states.newest_first():
             return "new"
-        recorded = self._completed(record["settings"])
+        recorded = record["settings"]
         difference = first_difference(recorded, self.settings)
         if overwrite and (finished or difference):
             return "new"
@@ -221,13 +218,6 @@ class RunFolder:
                 "train.output, or discard that run with train.overwrite=true"
             )
         return "finished" if finished else "resumable"
-
-    def _completed(self, recorded: Settings) -> Settings:
-        """Recorded settings, with the defaults of settings that the record lacks."""
-        return {
-            name: {**self.defaults.get(name, {}), **recorded.get(name, {})}
-            for name in {*self.defaults, *recorded}
-        }
 
     def begin(self, resumed: Progress | None) -> None:
         """Write `run.json` and remove what was logged after the state that the run resumes from."""
@@ -257,7 +247,7 @@ class RunFolder:
 
     def best_evaluation(self) -> "BestEvaluation | None":
         """The evaluation with the highest tau in the log; None without any."""
-        found = map(BestEvaluation.of, read_log(self.path / EVALUATION_FILE))
+        found = map(BestEvaluation.of, json_lines(self.path / EVALUATION_FILE))
         return max(found, key=lambda one: one.tau, default=None)
 
     def log(self, name: str, record: dict[str, Any]) -> None:
@@ -288,14 +278,14 @@ def summarize(folder: Path) -> RunSummary:
     """Add up the log of a run; raises UserError when it holds no step."""
     tokens, in_steps, in_target = 0, 0.0, 0.0
     record: dict[str, Any] = {}
-    for record in read_log(folder / METRICS_FILE):
+    for record in json_lines(folder / METRICS_FILE):
         step_seconds = (record["supervised_tokens"] - tokens) / record["supervised_tokens_per_s"]
         tokens = record["supervised_tokens"]
         in_steps += step_seconds
         in_target += step_seconds * record["target_share"]
     if not record:
         raise UserError(f"{folder / METRICS_FILE} holds no training step")
-    evaluations = list(read_log(folder / EVALUATION_FILE))
+    evaluations = list(json_lines(folder / EVALUATION_FILE))
     return RunSummary(
         steps=record["step"],
         seconds=record["seconds"],
@@ -304,11 +294,3 @@ def summarize(folder: Path) -> RunSummary:
         target_share=in_target / in_steps,
         evaluation=evaluations[-1] if evaluations else None,
     )
-
-
-def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log; none if there is no log."""
-    for record in json_lines(path):
-        if "tau" in record:  # of older versions, which counted the bonus token
-            record["right_in_a_row"] = record.pop("tau") - 1
-        yield record

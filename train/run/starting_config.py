@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from drafthead.core.errors import UserError, first_line
 from drafthead.core.storage.files import write_text
+from drafthead.core.storage.names import refuse_missing_model
 from drafthead.core.target.gguf_files import model_folder
-from drafthead.core.target.loading import refuse_missing_folder
 from drafthead.core.target.target import Target
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import trainable
@@ -34,9 +34,14 @@ def write_starting_config(family: str | None, target: str | None, path: Path) ->
     trainable(PRESETS.get(family, family))
     if path.exists():
         raise UserError(f"{path} exists already: give --config another name for the new file")
-    template = files("drafthead.configs").joinpath(f"{family}.yaml").read_text(encoding="utf-8")
+    template = files("drafthead.configs").joinpath(f"{family}.yaml")
+    if not template.is_file():
+        raise UserError(
+            f"{family} comes from a plugin, without a first file: write one for another family, "
+            f"give it head.family: {family}, and see drafthead train --settings {family}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, fitted(template, target, target_sizes(target)))
+    write_text(path, fitted(template.read_text(encoding="utf-8"), target, target_sizes(target)))
     load_run_config(path)
 
 
@@ -45,7 +50,7 @@ def target_sizes(target: str) -> Any:
     target has an encoder.
     """
     source = model_folder(target)
-    refuse_missing_folder(str(source))
+    refuse_missing_model(str(source))
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:

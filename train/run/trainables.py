@@ -1,4 +1,4 @@
-"""What a run can train, by the name of its family: draft heads and draft models."""
+"""Trainable families by their names: draft heads and draft models."""
 
 import logging
 from collections.abc import Mapping

@@ -9,15 +9,18 @@ import logging
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from ctypes import CDLL
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from drafthead.backends.cpu.kernels import operations  # noqa: F401  (makes them known to torch)
-from drafthead.backends.cpu.kernels.kernel_set import AMX, AVX2, FOLDERS, kernel_set
+from drafthead.backends.cpu.kernels.kernel_set import AVX512, SETS, kernel_set
+from drafthead.core.backend import BACKENDS
 from drafthead.core.storage.disk_cache import cache_or_scratch
 
 BUILT = Path(__file__).parent / "built"  # with the project, not in git
@@ -28,8 +31,6 @@ FLAGS = (
     *("-fno-math-errno", "-ffp-contract=off", "-fno-tree-loop-vectorize"),
     *("-mavx2", "-mfma", "-mf16c", "-mpopcnt", "-mlzcnt", "-mbmi", "-mbmi2"),
 )
-AVX512_FLAGS = tuple(f"-mavx512{part}" for part in ("f", "dq", "vl", "bw", "vnni", "bf16"))
-AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def text_of(name: str) -> str:
 
     A file in a folder for the processor's instructions takes the place of one that is for all.
     """
-    places = [SOURCE / folder / name for folder in (*FOLDERS[str(kernel_set())], "")]
+    places = [SOURCE / folder / name for folder in (*SETS[str(kernel_set())].folders, "")]
     text = next(path for path in places if path.exists()).read_text()
     return re.sub(r'#include "(.*)"\n', lambda include: text_of(include[1]), text)
 
@@ -56,25 +57,19 @@ def name_of(source: str) -> str:
 
 
 def path_of(source: str) -> Path:
-    """Where the library of this source is, or is to be kept."""
+    """The path of this source's library, which may be missing."""
     built = BUILT / name_of(source)
     return built if built.exists() else cache_or_scratch("library") / built.name
 
 
-def has_vnni() -> bool:
-    """Whether processors without AVX512 multiply whole numbers of eight bits at once."""
-    return bool(torch.cpu.get_capabilities().get("avx_vnni", False))
-
-
 def command(source: Path, library: Path) -> list[str]:
-    """What compiles the library."""
-    widest = "AVX2" if kernel_set() == AVX2 else "AVX512"
+    """The command that compiles the library."""
+    chosen = SETS[str(kernel_set())]
+    widest = "AVX512" if AVX512 in chosen.folders else "AVX2"
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     include = INCLUDED / "include"
     return [
-        *(os.environ.get("CXX", "g++"), *FLAGS, *(AVX512_FLAGS if widest == "AVX512" else ())),
-        *(AMX_FLAGS if kernel_set() == AMX else ()),
-        *(("-mavxvnni",) if kernel_set() == AVX2 and has_vnni() else ()),
+        *(os.environ.get("CXX", "g++"), *FLAGS, *chosen.flags),
         *(f"-DCPU_CAPABILITY_{widest}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
         *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
         *(str(source), "-o", str(library)),
@@ -103,9 +98,17 @@ def loaded() -> bool:
     return True
 
 
+def kernel_of(name: str) -> Callable[..., Any] | None:
+    """Our kernel of that name; None where there is none."""
+    return getattr(torch.ops.drafthead, name) if loaded() else None
+
+
+BACKENDS["kernel"] = kernel_of
+
+
 def compile_library(code: str, path: Path) -> None:
     """Compile the library; raises OSError where that fails."""
-    logger.warning("building the CPU kernels, once on this machine: about half a minute")
+    logger.warning("building the CPU kernels, once on this machine: about 45 seconds")
     with TemporaryDirectory(dir=path.parent) as folder:
         source, made = Path(folder) / "operations.cpp", Path(folder) / path.name
         source.write_text(code)

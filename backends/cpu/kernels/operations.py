@@ -1,8 +1,8 @@
 """Our kernels as operations of torch: `torch.ops.drafthead.linear(x, packed, size, bias)`.
 
-Each has a schema, an implementation in torch's own operations, which says what it computes and runs
-where there are no kernels, and the shape of its result. The C++ of `library` takes the place of the
-implementations on processors that it is written for.
+Each has a schema and an implementation in torch's own operations, which says what it computes and
+runs where there are no kernels. The C++ of `library` takes the place of the implementations on
+processors that it is written for.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from drafthead.core import sampling
 from drafthead.core.drafting.drafter import at_last
 from drafthead.core.kv_cache.column_cache import move_columns, visible_columns
 from drafthead.core.target import int8
+from drafthead.core.target.blocks import Blocks
 from drafthead.core.trees.tree import TreeTables
 from drafthead.heads.growing import dynamic
 
@@ -27,71 +28,63 @@ LAYER_WEIGHTS = 10  # tensors of a decoder layer
 Function = Callable[..., Any]
 
 
-def operation(signature: str, shape: Function | None = None) -> Callable[[Function], Function]:
-    """Make a function known to torch as `drafthead::` and the signature.
-
-    `shape` makes an empty result of the same arguments, by default none.
-    """
+def operation(signature: str) -> Callable[[Function], Function]:
+    """Make a function known to torch as `drafthead::` and the signature."""
     name = f"drafthead::{signature.partition('(')[0]}"
 
     def register(function: Function) -> Function:
         """Make a function what the operation runs; returns it."""
-        torch.library.define(
-            name, signature[signature.index("(") :], tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        torch.library.define(name, signature[signature.index("(") :])
         torch.library.impl(name, "CompositeExplicitAutograd")(function)
-        torch.library.register_fake(name)(shape or (lambda *_: None))
         return function
 
     return register
 
 
-def as_rows(x: torch.Tensor, packed: torch.Tensor, size: int, *_: object) -> torch.Tensor:
-    """An empty product [..., N] of x [..., K]."""
-    return x.new_empty(*x.shape[:-1], size)
+operation("pack(Tensor[] weights, bool paired=False, bool in_int8=False) -> Tensor")(packing.pack)
 
 
-def empty_pack(
-    weights: Sequence[torch.Tensor], paired: bool = False, in_int8: bool = False
-) -> torch.Tensor:
-    """An empty result of `pack`."""
-    columns, inner = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    blocks = -(-columns // packing.COLUMNS)
-    if in_int8:
-        lines = -(-inner // int8.TURNED) * int8.TURNED // 4 + 2
-        return weights[0].new_empty(blocks, lines, packing.COLUMNS, dtype=torch.int32)
-    return weights[0].new_empty(blocks, inner // 2, packing.COLUMNS, 2)
+@operation("write_blocks(Tensor(a!) packed, Tensor raw, int kind) -> ()")
+def write_blocks(
+    packed: torch.Tensor,  # [N / 32, bytes] uint8
+    raw: torch.Tensor,  # [N, bytes of a row] uint8
+    kind: int,  # its place in KINDS
+) -> None:
+    """Write a matrix as the kernels read it, see `blocks.h`."""
+    raise NotImplementedError("blocks are packed for kernels, and there are none here")
 
 
-operation("pack(Tensor[] weights, bool paired=False, bool in_int8=False) -> Tensor", empty_pack)(
-    packing.pack
-)
+operation("int8_rows(Tensor x) -> (Tensor, Tensor)")(int8.rounded)
 
 
-def empty_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty result of `int8_rows`."""
-    size = -(-x.shape[1] // int8.TURNED) * int8.TURNED
-    return x.new_empty(len(x), size, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32)
-
-
-operation("int8_rows(Tensor x) -> (Tensor, Tensor)", empty_rows)(int8.rounded)
-
-
-@operation("linear(Tensor x, Tensor packed, SymInt size, Tensor? bias) -> Tensor", as_rows)
+@operation("linear(Tensor x, Tensor packed, SymInt size, Tensor? bias) -> Tensor")
 def linear(
     x: torch.Tensor,  # [..., K]
     packed: torch.Tensor,  # from `pack`
     size: int,  # N
     bias: torch.Tensor | None,  # [N]
 ) -> torch.Tensor:
-    """x weight^T + bias [..., N]."""
+    """x weight^T + bias [..., N]; of packed blocks it is `blocks.product`, by kernels alone."""
     if packed.dtype == torch.int32:
         numbers, scales = (part.flatten(0, 1)[:size] for part in packing.unpacked_int8(packed))
         return int8.product(x, numbers, scales, bias)
     return functional.linear(x, packing.unpacked(packed).flatten(0, 1)[:size], bias)
 
 
-@operation("gated(Tensor x, Tensor packed, SymInt size) -> Tensor", as_rows)
+@operation("in_blocks(Tensor x, Tensor raw, str kind, Tensor? bias) -> Tensor")
+def in_blocks(
+    x: torch.Tensor,  # [..., K]
+    raw: torch.Tensor,  # [N, bytes of a row] uint8
+    kind: str,  # of KINDS
+    bias: torch.Tensor | None,  # [N]
+) -> torch.Tensor:
+    """`blocks.product`, by kernels alone; the matrix is packed where it is not yet."""
+    packed = packing.pack_blocks([Blocks(kind, raw)])
+    made: torch.Tensor = torch.ops.drafthead.linear(x, packed, raw.shape[0], bias)
+    return made
+
+
+@operation("gated(Tensor x, Tensor packed, SymInt size) -> Tensor")
 def gated(
     x: torch.Tensor,  # [..., K]
     packed: torch.Tensor,  # of [2N, K], paired, from `pack`
@@ -102,18 +95,7 @@ def gated(
     return functional.silu(gate) * up
 
 
-def empty_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """An empty result of `attend`."""
-    batch, heads, tokens, size = query.shape
-    return query.new_empty(batch, tokens, heads, size).transpose(1, 2)
-
-
-@operation(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
-    empty_attention,
-)
+@operation("attend(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor")
 def attend(
     query: torch.Tensor,  # [B, H, T, D]
     key: torch.Tensor,  # [B, G, S, D], H a multiple of G
@@ -128,10 +110,7 @@ def attend(
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@operation(
-    "rms_norm(Tensor x, Tensor weight, float eps, bool plus_one) -> Tensor",
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+@operation("rms_norm(Tensor x, Tensor weight, float eps, bool plus_one) -> Tensor")
 def rms_norm(
     x: torch.Tensor,  # [..., D]
     weight: torch.Tensor,  # [D]
@@ -146,19 +125,7 @@ def rms_norm(
     return weight * normed.to(x.dtype)
 
 
-def empty_rotations(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty result of `rotations`."""
-    shape = *positions.shape, 2 * frequencies.shape[0]
-    made = [frequencies.new_empty(shape, dtype=torch.bfloat16) for _ in range(2)]
-    return made[0], made[1]
-
-
-@operation(
-    "rotations(Tensor positions, Tensor frequencies, float scale) -> (Tensor, Tensor)",
-    empty_rotations,
-)
+@operation("rotations(Tensor positions, Tensor frequencies, float scale) -> (Tensor, Tensor)")
 def rotations(
     positions: torch.Tensor,  # [B, T]
     frequencies: torch.Tensor,  # [D / 2] float32
@@ -300,15 +267,7 @@ def rotated(
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
-def empty_largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """An empty result of `largest_logits`."""
-    values, total = (x.new_empty(*x.shape[:-1], n, dtype=torch.float32) for n in (count, 1))
-    return values, values.long(), total
-
-
-operation("largest_logits(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)", empty_largest)(
-    sampling.largest
-)
+operation("largest_logits(Tensor x, SymInt count) -> (Tensor, Tensor, Tensor)")(sampling.largest)
 operation("most_probable(Tensor logits) -> Tensor")(sampling.most_probable)
 
 
@@ -326,8 +285,8 @@ def open_level(
     width: int,
 ) -> dynamic.Opened:
     """`dynamic.open_level` of `count` nodes."""
-    nodes = dynamic.Candidates(scores, tokens, tokens, opened)
-    return dynamic.open_level(nodes, outputs, visible, torch.arange(count), width)
+    growth = dynamic.Growth(scores, tokens, tokens, opened, outputs, visible)
+    return dynamic.open_level(growth, torch.arange(count), width)
 
 
 @operation(
@@ -343,8 +302,8 @@ def with_children(
     ids: torch.Tensor,  # [B, n, k]
 ) -> tuple[torch.Tensor, ...]:
     """`dynamic.with_children`: scores, tokens and parents."""
-    nodes = dynamic.Candidates(scores, tokens, parents, opened)
-    return dynamic.with_children(nodes, opened, log_probs, ids)[:3]
+    growth = dynamic.Growth(scores, tokens, parents, opened, opened, None)
+    return dynamic.with_children(growth, opened, log_probs, ids)[:3]
 
 
 @operation(
@@ -358,18 +317,13 @@ def best_tree(
     nodes: int,
 ) -> TreeTables:
     """`dynamic.best_tree` of so many nodes."""
-    known = dynamic.Candidates(scores, tokens, parents, parents)
-    return dynamic.best_tree(known, torch.arange(nodes), nodes - 1)
+    growth = dynamic.Growth(scores, tokens, parents, parents, parents, None)
+    return dynamic.best_tree(growth, torch.arange(nodes), nodes - 1)
 
 
 operation("visible_columns(Tensor visible, Tensor lengths, Tensor seen, Tensor columns) -> Tensor")(
     visible_columns
 )
-operation(
-    "draw(Tensor logits, Tensor tokens, Tensor parents, Tensor keys, Tensor settings, "
-    "bool filtered) -> Tensor",
-    lambda logits, *_: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-)(sampling.draw)
 operation(
     "move_columns(Tensor(a!)[] keys, Tensor(b!)[] values, Tensor source, Tensor destination) -> ()"
 )(move_columns)

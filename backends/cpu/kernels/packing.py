@@ -8,22 +8,28 @@ half as much is read, and what a draft guesses changes no answer.
 
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from drafthead.backends.cpu.kernels.kernel_set import SETS, kernel_set
+from drafthead.core.storage import large_pages
+from drafthead.core.storage.large_pages import PAGE
+from drafthead.core.storage.mapped_files import let_go
 from drafthead.core.target import int8
+from drafthead.core.target.blocks import KINDS, Blocks
 from drafthead.core.target.weight_state import weight_state
 
 COLUMNS = 32  # of the product, in a block of packed weights
+AT_ONCE = 256  # such blocks, of a matrix that is packed
 
 # Weights are read once a pass, so its speed is that of fetching memory in order. Processors fetch
 # ahead only within a page, and find each new page by a walk through tables, in a virtual machine by
 # many: with the usual pages of 4 KiB a stream of reads is a good deal slower than with pages of 2
 # MiB, where the system has them.
-PAGE, CACHE_LINE = 2 * 2**20, 64
+CACHE_LINE = 64
 # Weights share mappings of at least this size, of which only what is used takes memory.
 MAPPING = 256 * 2**20
 
@@ -38,23 +44,23 @@ class HugePages:
         self.left = torch.empty(0, dtype=torch.uint8)  # of the current mapping
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a CPU tensor, contiguous, in large pages where there are any."""
-        size = -(-tensor.nbytes // CACHE_LINE) * CACHE_LINE  # of which tensors share none
+        """The values of a CPU tensor [...], contiguous, in large pages where there are any."""
+        return self.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def take(self, count: int) -> torch.Tensor:
+        """So many bytes [count] that nobody has."""
+        size = -(-count // CACHE_LINE) * CACHE_LINE  # of which tensors share none
         if size > self.left.numel():
             self.left = new_mapping(max(MAPPING, size))
         memory, self.left = self.left[:size], self.left[size:]
-        values = memory[: tensor.nbytes].view(tensor.dtype)
-        return values.view(tensor.shape).copy_(tensor)
+        return memory[:count]
 
 
 def new_mapping(size: int) -> torch.Tensor:
-    """At least `size` bytes of untouched memory [bytes], which begin with a page."""
+    """At least `size` bytes of memory [bytes] that nobody has, which begin with a page."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # only Linux has it
         return torch.empty(size, dtype=torch.uint8)
-    mapping = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages refuses: they stay as they are
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    memory = torch.frombuffer(large_pages.new_mapping(size), dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :]
 
 
@@ -91,10 +97,52 @@ def pack(
     return known[key][1]
 
 
+def pack_blocks(weights: Sequence[Blocks], paired: bool = False) -> torch.Tensor:
+    """Matrices [N, K] in blocks, stacked or paired as by `pack`: [N / 32, bytes], see `blocks.h`.
+
+    They are read where they lie, as in a mapped file, and may be of different kinds.
+    """
+    known = packed_weights.setdefault(weights[0].raw, {})
+    key = (paired, *(weight.raw.data_ptr() for weight in weights))
+    if key not in known:
+        counts = [-(-weight.shape[0] // COLUMNS) for weight in weights]
+        size = max(map(block_bytes, weights))
+        made = memory.take(sum(counts) * size).view(-1, size)
+        ends = list(accumulate(counts))
+        for number, (weight, end) in enumerate(zip(weights, ends, strict=True)):
+            own = made[number :: len(weights)] if paired else made[:end][-counts[number] :]
+            write_blocks(own, weight)
+            # So that a matrix that is wanted alone as well is not packed twice.
+            packed_weights.setdefault(weight.raw, {})[False, weight.raw.data_ptr()] = own
+        made[:, 1] = sum({1 << list(KINDS).index(weight.kind) for weight in weights})
+        known[key] = made
+    return known[key]
+
+
+def write_blocks(packed: torch.Tensor, weight: Blocks) -> None:
+    """Pack a matrix into [N / 32, bytes], and let go of its file, a part at a time."""
+    kind = list(KINDS).index(weight.kind)
+    for start in range(0, len(packed), AT_ONCE):
+        raw = weight.raw[start * COLUMNS :][: AT_ONCE * COLUMNS]
+        torch.ops.drafthead.write_blocks(packed[start : start + AT_ONCE], raw, kind)
+        let_go(raw)
+
+
+def block_bytes(weight: Blocks) -> int:
+    """The number of bytes that 32 columns of a matrix take when they are packed."""
+    size = CACHE_LINE + COLUMNS * weight.raw.shape[1]
+    # Scales and minima of six bits get eight.
+    return size + (weight.shape[1] // 2 if weight.kind in ("Q4_K", "Q5_K") else 0)
+
+
 def checksum(weight: torch.Tensor) -> int:
-    """The sum of the bits of a weight [N, K], K even, read as whole numbers."""
+    """A sum of the bits of a weight [N, K], K even, read as whole numbers: of its rows and columns
+    by their places, which may have changed.
+    """
     wide = torch.int64 if weight.shape[1] % 4 == 0 else torch.int32  # fewer numbers
-    return int(seen_as(wide, weight).sum(dtype=torch.int64))
+    bits = seen_as(wide, weight)
+    sums = torch.cat([bits.sum(dim, dtype=torch.int64) for dim in (0, 1)])
+    return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())  # odd factors lose no bit
 
 
 def seen_as(dtype: torch.dtype, weight: torch.Tensor) -> torch.Tensor:
@@ -114,16 +162,26 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
 def in_int8_blocks(weight: torch.Tensor) -> torch.Tensor:
     """`pack` of one weight [N, K] as whole numbers, of which four are seen as one: see `int8.h`.
 
-    They are followed by where sums start, as a kernel adds 128 to what it multiplies, and by the
-    scales.
+    They are followed by where sums start, and by the scales.
     """
     numbers, scales = torch.ops.drafthead.int8_rows(weight)
     missing = -weight.shape[0] % COLUMNS
     fours = functional.pad(numbers, (0, 0, 0, missing)).view(torch.int32)
-    starts = functional.pad(numbers.sum(-1, dtype=torch.int32) * -128, (0, missing))
+    starts = functional.pad(where_sums_start(numbers), (0, missing))
     factors = functional.pad(scales / int8.TURNED, (0, missing)).view(torch.int32)
     ends = torch.stack([starts.view(-1, COLUMNS), factors.view(-1, COLUMNS)], dim=1)
     return torch.cat([fours.unflatten(0, (-1, COLUMNS)).transpose(1, 2), ends], dim=1)
+
+
+def where_sums_start(numbers: torch.Tensor) -> torch.Tensor:
+    """Of weights [N, K'] what kernels begin with [N], as they do not multiply a row as it is.
+
+    With VNNI they add 128 to it. Else they take -x - 1 for -x where a weight is negative.
+    """
+    chosen = kernel_set()
+    if chosen is None or SETS[chosen].has_vnni:
+        return numbers.sum(-1, dtype=torch.int32) * -128
+    return -numbers.clamp_max(0).sum(-1, dtype=torch.int32)
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:

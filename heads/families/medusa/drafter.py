@@ -1,12 +1,8 @@
 """Drafting with Medusa heads: static trees that one gather fills."""
 
-from collections.abc import Callable
-from functools import cached_property, partial
-
 import torch
 
-from drafthead.core.coupling import DRAWS, Choice, NextDraws
-from drafthead.core.dims import Spec
+from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice
 from drafthead.core.sampling import (
     DRAFT_SUPPORT,
@@ -16,11 +12,11 @@ from drafthead.core.sampling import (
     draw_without_replacement,
 )
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import Proposal, TokenFiller, TreeRecipe
+from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
 from drafthead.heads.families.head_drafter import HeadDrafter, register_head_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
-from drafthead.heads.growing.levels import Guesses
+from drafthead.heads.growing.levels import Guess
 from drafthead.heads.objectives.batch import MAX_RANK
 
 
@@ -46,11 +42,8 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     The other families fill theirs level by level, with `growing.levels.filled_tree`. Medusa's heads
     do not read the tokens drafted before theirs, so all guesses exist before the tree is filled and
-    one gather makes the tokens: that is a graph of its own or, as a `TreeRecipe`, a part of the
-    step's graph.
+    one gather makes the tokens.
     """
-
-    on_device = True
 
     def __init__(self, head: MedusaHeads, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the number of heads."""
@@ -58,61 +51,34 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         # The most children of a node.
         self.widest = min(MAX_RANK, self.num_guesses) if shape is None else shape.width
         self.layouts: dict[tuple[Budget, bool], MedusaLayout] = {}  # whether drawn
-        self.guess: Callable[..., Guesses] = self._guess
-        self.fill: Callable[..., torch.Tensor] = self._fill
-        self.in_steps = False  # whether trees are filled in the graph of a step
 
-    @cached_property
-    def filler(self) -> TokenFiller:
-        """Return what fills trees in the graph of a step."""
-        # Uses all heads, so that one graph serves trees of any depth.
-        return TokenFiller(
-            partial(self._fill, depth=self.head.depth),
-            dims=("B .", "B", "N", "N", DRAWS),
-            reads=(*self.read_by_graphs, self.widest),
-            alone=lambda *given: self.fill(*given, self.head.depth),
-        )
-
-    def _guess(
+    def guesses(
         self,
         hidden: torch.Tensor,  # [B, D] where the roots were predicted
         depth: int,  # d, of the tree that is to be filled
         count: int = DRAFT_SUPPORT,  # k
-    ) -> Guesses:
-        """Logits and ids [B, d, k] of the best guesses of the first d heads."""
-        return self.best_guesses(self.head.all_logits(hidden, depth, self.target), count)
+    ) -> Guess:
+        """The best guesses [B, d, k] of the first d heads."""
+        return self.guess(hidden[:, None], self.head.all_logits(hidden, depth, self.target), count)
 
-    def _fill(
+    def fill(
         self,
+        depth: int,
         hidden: torch.Tensor,  # [B, D]
         roots: torch.Tensor,  # [B]
         head_of_node: torch.Tensor,  # [N]
         ranks: torch.Tensor,  # [N]
         draws: NextDraws | None,
-        depth: int,
     ) -> torch.Tensor:
         """Tokens [B, N] of the tree: of each node the guess of its rank by its depth's head."""
         if draws is None:
-            _, ids = self._guess(hidden, depth, self.widest)
+            ids = self.guesses(hidden, depth, self.widest).ids
         else:
-            guesses = self._guess(hidden, depth)
-            ids = guesses[1].gather(-1, draws.best(slice(depth), *guesses, self.widest)[1])
+            guess = self.guesses(hidden, depth)
+            places = draws.best(slice(depth), guess.logits, guess.ids, self.widest)[1]
+            ids = guess.ids.gather(-1, places)
         is_root = torch.arange(ranks.shape[0], device=ranks.device) == 0
         return torch.where(is_root, roots[:, None], ids[:, head_of_node, ranks])
-
-    def compile(self, target: Target | None = None) -> None:
-        filling: dict[str, Spec] = {
-            "hidden": "B .",
-            "roots": "B",
-            "head_of_node": "N",
-            "ranks": "N",
-            "draws": DRAWS,
-        }
-        self.prepare(target)
-        self.guess = self.compiled(self._guess, {"hidden": "B ."}, self.widest)
-        self.fill = self.compiled(self._fill, filling, self.widest)
-        # Heads that share one output head cost as much whatever the depth of the tree.
-        self.in_steps = self.head.config.output != "own"
 
     def layout(self, budget: Budget, random: Choice) -> MedusaLayout:
         """The tables of the tree for a budget; with a `RowRandom`, one of drawn children."""
@@ -121,8 +87,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
             self.layouts[key] = MedusaLayout(self.shape(budget, random), self.target.device)
         return self.layouts[key]
 
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        self.follow_weights()
+    def session(self, rows: int) -> DraftSession:
         return MedusaSession(self)
 
 
@@ -145,15 +110,12 @@ class MedusaSession(OnDevice):
         layout = self.drafter.layout(budget, random)
         shape, drafter = layout.shape, self.drafter
         if isinstance(random, RowRandom):
-            logits, ids = drafter.guess(self.hidden, shape.depth)
-            return self._drawn(layout, logits, ids, sampling, random)
+            guess = drafter.whole(drafter.guesses)(self.hidden, shape.depth)
+            return self._drawn(layout, guess.logits, guess.ids, sampling, random)
         draws = None if random is None else random.padded(drafter.head.depth)
         arguments = self.hidden, self.roots, layout.head_of_node, layout.ranks, draws
-        scores = drafter.scores(shape)
-        if drafter.in_steps:
-            rows = self.roots.shape[0]
-            return TreeRecipe.from_shape(shape, rows, drafter.filler, arguments, scores)
-        return TokenTree.from_shape(shape, drafter.fill(*arguments, shape.depth), scores=scores)
+        tokens = drafter.whole(drafter.fill)(shape.depth, *arguments)
+        return TokenTree.from_shape(shape, tokens, scores=drafter.scores(shape))
 
     def _drawn(
         self,

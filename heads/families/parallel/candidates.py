@@ -1,11 +1,10 @@
-"""What a block-parallel head guesses after its pass: candidates, and the best tree of them.
+"""The guesses of a block-parallel head after its pass: candidates, and the best tree of them.
 
 The pass computes candidates for each depth; the probability of a candidate depends on the token
 before it, so every child is scored by its real parent.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +12,15 @@ import torch
 from drafthead.core.coupling import NextDraws
 from drafthead.core.sampling import DRAFT_SUPPORT, arrival_times, largest
 from drafthead.heads.families.parallel.head import ParallelHead
-from drafthead.heads.growing import dynamic
-from drafthead.heads.growing.dynamic import TreeGrowth
+from drafthead.heads.growing.dynamic import OURS, Growth, Operations, first_level, next_level
+from drafthead.heads.growing.levels import Guess
 
 CANDIDATES = 16  # tokens of each depth that a best-first tree chooses from
 
 Part = Callable[..., Any]  # of a depth and the rest of its arguments
 
 
-class Block:
+class DraftedBlock:
     """The outputs of one pass over a block, and the correction by the tokens chosen in it."""
 
     def __init__(
@@ -86,12 +85,12 @@ class Block:
         return places, self.tokens_of(places), weights, state
 
 
-class Candidates:
+class Scorer:
     """The few tokens of each depth that a tree chooses from, and their scores after any parent."""
 
     def __init__(
         self,
-        block: Block,
+        block: DraftedBlock,
         candidates: torch.Tensor,  # [B, K, k] different tokens at each depth
         logits: torch.Tensor,  # [B, K, k] before the correction
         outputs: torch.Tensor | None,  # [B, K, rank, k]: codes times these are the correction
@@ -101,16 +100,16 @@ class Candidates:
     @classmethod
     def of(
         cls,
-        block: Block,
+        block: DraftedBlock,
         roots: torch.Tensor,  # [B]
         draws: NextDraws | None = None,
         choose: Part | None = None,
-    ) -> "Candidates":
+    ) -> "Scorer":
         """Candidates after the roots; with `draws`, of the target's own draws.
 
         The correction of a slot depends on the token before it, which is not chosen yet. So the
         candidates are the best after the mean correction over the candidates of the slot before,
-        weighted by their probabilities. `choose` takes the place of `Block.choose`.
+        weighted by their probabilities. `choose` takes the place of `DraftedBlock.choose`.
         """
         assert block.logits is not None
         before, state, choose = roots[:, None], block.begin(), choose or block.choose
@@ -133,8 +132,8 @@ class Candidates:
             outputs = None if outputs is None else outputs / temperature[..., None]
         return cls(block, ids, base, outputs)
 
-    def at(self, depth: int) -> list[torch.Tensor | None]:
-        """Of one depth the slot's hidden state, and candidates, logits and outputs, as here."""
+    def at(self, depth: int) -> list[Any]:
+        """Of one depth the slot's hidden state [B, 1, D], and candidates, logits and outputs."""
         tables = self.block.hidden, self.candidates, self.logits, self.outputs
         return [None if table is None else table[:, depth, None] for table in tables]
 
@@ -157,30 +156,39 @@ class Candidates:
         return logits.log_softmax(-1), state
 
 
+def scored(scorer: Scorer, depth: int, tokens: torch.Tensor, states: torch.Tensor) -> Guess:
+    """All candidates of a depth after tokens [B, n], with states [B, n, R] before these."""
+    log_probs, after = scorer.log_probs(depth, tokens, states)
+    ids = scorer.candidates[:, depth, None].expand_as(log_probs)
+    return Guess(after, log_probs, ids, log_probs.new_zeros(()))
+
+
 def extended(
-    scorer: Candidates,
+    scorer: Scorer,
     depth: int,
-    nodes: dynamic.Candidates,
-    after: torch.Tensor,  # [B, E, R] states after the tokens of the nodes that were opened last
+    growth: Growth,
     slots: torch.Tensor,  # [F], the numbers from 0, of the nodes to open
-) -> tuple[dynamic.Candidates, torch.Tensor]:
-    """The nodes of a growth with one more level, and the states [B, F, R] after those opened."""
-    growth = TreeGrowth.resumed(nodes, scorer.candidates.shape[-1])
-    tokens, above = growth.open_best(slots)
-    state = after.gather(1, above[..., None].expand(-1, -1, after.shape[2]))
-    log_probs, after = scorer.log_probs(depth, tokens, state)
-    growth.add_children(log_probs, scorer.candidates[:, depth, None].expand_as(log_probs))
-    return growth.candidates(), after
+    operations: Operations = OURS,
+) -> Growth:
+    """The growth after one more level."""
+    width = scorer.candidates.shape[-1]
+    return next_level(
+        growth,
+        slots,
+        width,
+        lambda nodes: scored(scorer, depth, nodes.tokens, nodes.states),
+        operations=operations,
+    )
 
 
 def best_first_growth(
-    roots: torch.Tensor,
-    scorer: Candidates,
+    roots: torch.Tensor,  # [B]
+    scorer: Scorer,
     levels: int,
     frontier: int,
     extend: Part | None = None,
-) -> dynamic.Candidates:
-    """The candidates of trees after roots [B] of up to `levels` levels and `frontier` + 2 nodes.
+) -> Growth:
+    """The growth of trees after roots [B] to up to `levels` levels and `frontier` + 2 nodes.
 
     Trees grow level by level, for all rows at once and without waiting for the device.
 
@@ -194,15 +202,15 @@ def best_first_growth(
     no others need children. More levels or a wider frontier than a tree needs change nothing in it.
     `extend` takes the place of `extended` by this scorer.
     """
-    growth, opened = TreeGrowth(roots), 1
-    log_probs, after = scorer.log_probs(0, roots[:, None], scorer.begin())
-    growth.add_children(log_probs, scorer.candidates[:, 0, None])
-    nodes, width = growth.candidates(), log_probs.shape[-1]
+    width = scorer.candidates.shape[-1]
+    growth = first_level(roots, scored(scorer, 0, roots[:, None], scorer.begin()), width)
     slots = torch.arange(frontier, device=roots.device)
     for depth in range(1, levels):
-        opened = min(frontier, opened * width)
-        nodes, after = (extend or partial(extended, scorer))(depth, nodes, after, slots[:opened])
-    return nodes
+        some = slots[: growth.opened.shape[1] * width]
+        growth = (
+            extended(scorer, depth, growth, some) if extend is None else extend(depth, growth, some)
+        )
+    return growth
 
 
 def num_candidates(width: int, levels: int, frontier: int) -> int:

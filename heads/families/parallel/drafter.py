@@ -6,16 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drafthead.core.coupling import DRAWS, Choice, NextDraws
-from drafthead.core.dims import Spec
+from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice, at_last
 from drafthead.core.kv_cache.column_cache import (
     CacheColumns,
     CacheView,
     Room,
-    dims_of_room,
-    dims_of_view,
-    move_columns,
 )
 from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
@@ -24,47 +20,27 @@ from drafthead.heads.families.head_drafter import HeadDrafter, register_head_dra
 from drafthead.heads.families.late_reader import LateReader
 from drafthead.heads.families.parallel.candidates import (
     CANDIDATES,
-    Block,
-    Candidates,
+    DraftedBlock,
+    Scorer,
     best_first_growth,
     extended,
     num_candidates,
 )
 from drafthead.heads.families.parallel.head import ParallelHead
-from drafthead.heads.growing import dynamic
-from drafthead.heads.growing.levels import Guesses, Level, filled_tree
+from drafthead.heads.growing.dynamic import Growth
+from drafthead.heads.growing.levels import Guess, Nodes
 from drafthead.heads.growing.static import tree_budgets
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.layers.decoder_layer import Store
 
-# Frontiers of compiled growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each
-# is a graph, and a wider one than a tree needs costs little.
+# Frontiers of recorded growths, see `best_first_growth`: for trees of up to 16 and 64 nodes. Each
+# is a recording, and a wider one than a tree needs costs little.
 FRONTIERS = (14, 62)
-
-# Dimensions of the arguments of compiled passes. A block has as many slots at every call.
-READING: dict[str, Spec] = {"taps": "B T .", "positions": "B T", "view": dims_of_view("T")}
-PASSING: dict[str, Spec] = {
-    "roots": "B",
-    "before": "B .",
-    "positions": "B .",
-    "mask": "B . . S",
-    "view": dims_of_view("."),
-}
-DRAFTING: dict[str, Spec] = {
-    "taps": "B T .",
-    "counts": "B",
-    "view": dims_of_view("T", "R"),
-    "roots": "B",
-    "inside": ". . .",
-    "room": dims_of_room("."),
-    "slots": "N",
-    "draws": DRAWS,
-}
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Drafted(NamedTuple):
+class BlockDraft(NamedTuple):
     """The tables of a tree, and what the session keeps."""
 
     tokens: torch.Tensor
@@ -81,8 +57,8 @@ class Drafted(NamedTuple):
         return TreeTables(*self[:5])
 
 
-class Growing(NamedTuple):
-    """The growth of trees, see `best_first_growth`."""
+class Reach(NamedTuple):
+    """The reach of trees as they grow, see `best_first_growth`."""
 
     levels: int
     frontier: int
@@ -92,27 +68,16 @@ class Growing(NamedTuple):
 class ParallelDrafter(HeadDrafter[ParallelHead]):
     """A block-parallel head on its most probable trees, or on static ones."""
 
-    on_device = True
-
     def __init__(self, head: ParallelHead, target: Target, shape: TreeShape | None):
         """Raises UserError when the tree is deeper than the block."""
         super().__init__(head, target, shape, tree_budgets(head.depth))
-        self.read: Callable[..., torch.Tensor] = self.read_eagerly
-        self.read_prompt = self.read
-        self.block: Callable[..., Tensors] = self.block_eagerly
-        self.draft: Callable[..., Drafted] = self._draft
-        # What a draft runs of them, which recorded drafts compile.
-        self.reading, self.passing = self.read, self.block
-        self.choose: Callable[..., Tensors] = self._choose
-        self.extend: Callable[..., tuple[dynamic.Candidates, torch.Tensor]] = self._extend
-        self.move, self.is_compiled = move_columns, False
 
     @cached_property
     def inside(self) -> torch.Tensor:
         """Return which slots of a block see which, [1, block_size, block_size]."""
         return self.head.transformer.visible(1, self.target.device)[None]
 
-    def read_eagerly(
+    def read(
         self,
         taps: Tensors,  # [B, T, D] each
         positions: torch.Tensor,  # [B or 1, T]
@@ -126,7 +91,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
             cached.append(layer, *states)
         return fused
 
-    def block_eagerly(
+    def block(
         self,
         roots: torch.Tensor,  # [B]
         before: torch.Tensor,  # [B, D], fused features before the roots
@@ -142,7 +107,7 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         hidden = transformer(self.target, *block, positions, mask, stores)[:, 0]
         return hidden, self.head.base_logits(hidden, self.target).float()
 
-    def _draft(
+    def draft(
         self,
         taps: Tensors,  # [B, T, D] each, of positions that were not read yet
         counts: torch.Tensor,  # [B] how many of them each row has, at least 1
@@ -152,8 +117,8 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         room: Room,  # block_size columns after them
         slots: torch.Tensor,  # [N], the numbers of the tree's nodes
         draws: NextDraws | None,
-        growing: Growing,
-    ) -> Drafted:
+        growing: Reach,
+    ) -> BlockDraft:
         """A whole draft: reads what was committed, passes over the block and grows the tree.
 
         One call, as the pass of the target has just flushed the CPU caches, which each call pays
@@ -161,17 +126,19 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         """
         steps = torch.arange(view.room.columns.shape[0], device=roots.device)
         positions = view.lengths[:, None] + steps
-        fused = self.reading(taps, positions, view)
+        fused = self.part(self.read)(taps, positions, view)
         if roots.shape[0] > 1:  # the columns of a single row are the right ones
-            self.move(view.keys, view.values, view.room.columns.expand_as(positions), positions)
+            columns = view.room.columns.expand_as(positions)
+            self.operations.move_columns(view.keys, view.values, columns, positions)
         before, lengths = at_last(fused, counts), view.lengths + counts
         after = view._replace(lengths=lengths, room=room)
         mask = self.head.transformer.in_window(
-            after.mask(inside, self.visible_columns)[:, 0], lengths[:, None]
+            after.mask(inside, self.operations.visible_columns)[:, 0], lengths[:, None]
         )
-        hidden, logits = self.passing(roots, before, lengths[:, None], mask[:, None], after)
+        passed = roots, before, lengths[:, None], mask[:, None], after
+        hidden, logits = self.part(self.block)(*passed)
         tree = self.grown(roots, hidden, logits, slots, draws, growing)
-        return Drafted(*tree, before, lengths)
+        return BlockDraft(*tree, before, lengths)
 
     def grown(
         self,
@@ -180,68 +147,44 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         logits: torch.Tensor,  # [B, K, Vd]
         slots: torch.Tensor,  # [N]
         draws: NextDraws | None,
-        growing: Growing,
+        growing: Reach,
     ) -> TreeTables:
         """The most probable tree; with `draws`, of the target's own draws."""
         slots_of_block = [(hidden[:, d, None], logits[:, d, None]) for d in range(hidden.shape[1])]
-        scorer = Candidates.of(
-            Block(self.head, hidden, logits),
+        scorer = Scorer.of(
+            DraftedBlock(self.head, hidden, logits),
             roots,
             draws,
-            lambda depth, *rest: self.choose(*slots_of_block[depth], *rest),
+            lambda depth, *rest: self.part(self.choose)(*slots_of_block[depth], *rest),
         )
-        nodes = best_first_growth(
-            roots, scorer, *growing, lambda depth, *rest: self.extend(*scorer.at(depth), *rest)
+        extend = self.part(self.extend)
+        growth = best_first_growth(
+            roots, scorer, *growing, lambda depth, *rest: extend(*scorer.at(depth), *rest)
         )
-        return self.best_tree(nodes, slots, growing.levels)
+        return self.operations.best_tree(growth, slots, growing.levels)
 
-    def _choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
-        """`Block.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""
-        return Block(self.head, hidden, logits, self.largest).choose(0, *rest)
+    def choose(self, hidden: torch.Tensor, logits: torch.Tensor, *rest: Any) -> Tensors:
+        """`DraftedBlock.choose` of a slot alone, with hidden [B, 1, D] and logits [B, 1, Vd]."""
+        return DraftedBlock(self.head, hidden, logits, self.operations.largest).choose(0, *rest)
 
-    def _extend(self, hidden: torch.Tensor, *rest: Any) -> tuple[dynamic.Candidates, torch.Tensor]:
-        """`extended` by what `Candidates.at` a depth gives, hidden [B, 1, D] first."""
-        *here, nodes, after, slots = rest
-        return extended(Candidates(Block(self.head, hidden), *here), 0, nodes, after, slots)
+    def extend(self, hidden: torch.Tensor, *rest: Any) -> Growth:
+        """`extended` by what `Scorer.at` a depth gives, hidden [B, 1, D] first."""
+        *here, growth, slots = rest
+        scorer = Scorer(DraftedBlock(self.head, hidden), *here)
+        return extended(scorer, 0, growth, slots, self.operations)
 
-    def guesses(
-        self,
-        hidden: torch.Tensor,  # [B, D] of a slot
-        logits: torch.Tensor,  # [B, Vd] of the slot, before the correction
-        states: torch.Tensor,  # [B, m, R] of the inner nodes one level up
-        level: Level,
-        tokens: torch.Tensor,  # [B, n]
-    ) -> tuple[torch.Tensor, Guesses]:
-        """States [B, n, R] of inner nodes of a level, and the guesses of their children."""
-        block = Block(self.head, hidden[:, None], logits[:, None])
-        codes, states = block.codes(0, tokens, states[:, level.above])
-        return states, self.best_guesses(block.logits_after(0, codes))
-
-    def growing(self, budget: Budget) -> Growing:
-        """Return how far trees of a budget grow; compiled, few answers serve all budgets."""
+    def growing(self, budget: Budget) -> Reach:
+        """Return how far trees of a budget grow; recorded, few answers serve all budgets."""
         levels = min(budget.depth, self.head.depth, budget.nodes - 1)
         frontier = max(1, budget.nodes - 2)
-        if not self.is_compiled:
-            return Growing(levels, frontier)
+        if not self.backend.records:
+            return Reach(levels, frontier)
         if levels == budget.nodes - 1:  # deeper nodes are candidates that find no room
             levels = self.head.depth
-        return Growing(levels, next((f for f in FRONTIERS if f >= frontier), frontier))
+        return Reach(levels, next((f for f in FRONTIERS if f >= frontier), frontier))
 
-    def compile(self, target: Target | None = None) -> None:
-        self.prepare(target)
-        self.is_compiled = True
-        self.read, self.read_prompt = self.compiled_readers(self.read_eagerly, READING)
-        self.block = self.compiled(self.block_eagerly, PASSING)
-        # Of the growth of trees one depth: the whole would take minutes to compile.
-        fused = self.backend.fused
-        self.reading, self.passing = fused(self.read_eagerly), fused(self.block_eagerly)
-        self.choose, self.extend = fused(self._choose), fused(self._extend)
-        self.draft = self.compiled(self._draft, DRAFTING)
-        self.move = self.backend.replacement_of(move_columns)
-
-    def start(self, prompts: torch.Tensor, lengths: torch.Tensor) -> DraftSession:
-        self.follow_weights()
-        return ParallelSession(self, rows=len(lengths))
+    def session(self, rows: int) -> DraftSession:
+        return ParallelSession(self, rows)
 
 
 class ParallelSession(LateReader, OnDevice):
@@ -259,7 +202,7 @@ class ParallelSession(LateReader, OnDevice):
     def read(self, committed: Committed) -> None:
         tokens, lengths, cache = committed.tokens, committed.lengths, self.cache
         is_prompt = self.drafter.is_prompt(cache, tokens.shape[1])
-        read = self.drafter.read_prompt if is_prompt else self.drafter.read
+        read = self.drafter.reading(self.drafter.read, is_prompt)
         positions, view = cache.positions(tokens.shape[1]), cache.view(tokens.shape[1])
         fused = read(committed.features.taps, positions, view)
         cache.keep_pending(tokens.shape[1])
@@ -284,11 +227,11 @@ class ParallelSession(LateReader, OnDevice):
         return tables.tree(growing.levels, width)
 
     def _after_prompt(
-        self, slots: torch.Tensor, draws: NextDraws | None, growing: Growing
+        self, slots: torch.Tensor, draws: NextDraws | None, growing: Reach
     ) -> TreeTables:
-        """A tree of N nodes, for `slots` [N], where all has been read; seldom, so not compiled."""
+        """A tree of N nodes, for `slots` [N], where all has been read; seldom, so not recorded."""
         assert self.roots is not None
-        hidden, logits = self._passed(self.drafter.block_eagerly)
+        hidden, logits = self._passed(self.drafter.block)
         return self.drafter.grown(self.roots, hidden, logits, slots, draws, growing)
 
     def _after(
@@ -296,36 +239,35 @@ class ParallelSession(LateReader, OnDevice):
         unread: Committed,
         slots: torch.Tensor,  # [N]
         draws: NextDraws | None,
-        growing: Growing,
+        growing: Reach,
     ) -> TreeTables:
         """A tree of N nodes, for `slots` [N], in one call that reads unread positions first."""
         drafter, cache = self.drafter, self.cache
-        if drafter.is_compiled:
-            unread = unread.padded(2)  # one position would be a graph of its own
+        if drafter.backend.records:
+            unread = unread.padded(2)  # one position would be a recording of its own
         view, room = cache.view_and_room(unread, drafter.head.config.block_size)
+        assert self.roots is not None
         given = unread.features.taps, unread.lengths, view, self.roots, drafter.inside, room
-        drafted = drafter.draft(*given, slots, draws, growing)
+        drafted = drafter.whole(drafter.draft)(*given, slots, draws, growing)
         cache.advance(drafted.lengths, unread.bounds, late=unread.late)
         self.before = drafted.before
         return drafted.tables
 
     def _filled(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
         """A tree of a given shape: the best guesses, or guesses drawn without replacement."""
-        hidden, logits = self._passed(self.drafter.block)
-        assert self.roots is not None
         drafter = self.drafter
-        shape = drafter.shape(budget, random)
-        states = Block(drafter.head, hidden).begin()
+        hidden, logits = self._passed(drafter.whole(drafter.block))
+        assert self.roots is not None
 
-        def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
+        def expand(nodes: Nodes) -> Guess:
             """After each real path."""
-            nonlocal states
-            slot = hidden[:, depth], logits[:, depth]
-            states, guesses = drafter.guesses(*slot, states, level, tokens)
-            return guesses
+            slot = hidden[:, nodes.depth, None], logits[:, nodes.depth, None]
+            block = DraftedBlock(drafter.head, *slot)
+            codes, states = block.codes(0, nodes.tokens, nodes.states)
+            return drafter.guess(states, block.logits_after(0, codes))
 
-        levels, scores = drafter.levels(shape), drafter.scores(shape)
-        return filled_tree(shape, levels, self.roots, guess, sampling, random, scores)
+        states = DraftedBlock(drafter.head, hidden).begin()
+        return drafter.filled(budget, self.roots, states, expand, sampling, random)
 
     def block_states(self) -> torch.Tensor:
         """Hidden states [B, K, D] of the block after the roots."""

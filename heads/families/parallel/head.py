@@ -81,7 +81,7 @@ class ParallelConfig(BlockConfig):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ChosenBlocks:
     """The blocks of a batch. A block's anchor is the position before its root."""
 
     anchors: torch.Tensor  # [B, A]
@@ -267,7 +267,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         own = self.transformer.visible(anchors.shape[1], anchors.device)
         return torch.cat([context, own.expand(len(segments), *own.shape)], dim=-1)[:, None]
 
-    def choose_blocks(self, batch: HeadBatch) -> Blocks:
+    def choose_blocks(self, batch: HeadBatch) -> ChosenBlocks:
         """All anchors when measuring; in training at most `anchors` of each row."""
         allowed = torch.zeros_like(batch.supervised)
         allowed[anchor_positions(batch)] = True
@@ -282,7 +282,7 @@ class ParallelHead(DraftVocabulary, DraftHead):
         valid = torch.arange(anchors.shape[1], device=anchors.device) < taken[:, None]
         # From left to right; a padding block has anchor 0, so that its root exists.
         anchors = torch.where(valid, anchors, allowed.shape[1]).sort(dim=1).values
-        return Blocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
+        return ChosenBlocks(anchors.where(valid, 0), valid, counts / taken.clamp_min(1))
 
 
 def appended(context: KeysValues, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:

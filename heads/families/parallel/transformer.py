@@ -178,7 +178,7 @@ class BlockTransformer(nn.Module):
         return mask & (columns >= oldest[..., None])
 
     def visible(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Which slots see which, [A x block_size, A x block_size]: only slots of the same block.
+        """A mask of the slots that slots see, [A x block_size, A x block_size]: their own block's.
 
         Two causal blocks of two slots::
 

@@ -53,6 +53,7 @@ class EagleHead(RecurrentHead):
         self.copy_embeddings(target)
 
     def encode(self, features: Features) -> torch.Tensor:
+        """The final features [B, T, D], in training with noise."""
         assert features.last is not None
         noise = self.config.feature_noise if self.training else 0
         if noise == 0:
@@ -60,9 +61,11 @@ class EagleHead(RecurrentHead):
         return features.last + noise * (2 * torch.rand_like(features.last) - 1)
 
     def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """One vector [B, T, D] of embeddings and states [B, T, D]."""
         return (self.fc(torch.cat([embeds, states], dim=-1)),)
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's logits [..., V] of outputs [..., D]."""
         return target.project(outputs)
 
     def training_losses(

@@ -169,6 +169,7 @@ class Eagle3Head(RecurrentHead):
         self.norm.weight.data.copy_(lengths.square().mean().rsqrt())
 
     def encode(self, features: Features) -> torch.Tensor:
+        """One vector [B, T, D] of all taps, after the norms that come before them."""
         taps: tuple[torch.Tensor, ...] = features.taps
         if self.config.tap_norm == "each":
             taps = tuple(norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True))
@@ -176,12 +177,13 @@ class Eagle3Head(RecurrentHead):
         return self.fc(self.input_norm(joined) if self.config.tap_norm == "joint" else joined)
 
     def next_states(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The outputs [..., D], normed where the configuration says so."""
         return self.norm(outputs) if self.config.norm_feedback else outputs
 
     def draft_inputs(
         self, token_ids: torch.Tensor, outputs: torch.Tensor, target: Target
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What drafted nodes are read from, [..., D]: in P-EAGLE mask token and learnt taps."""
+        """Embeddings and states [..., D] of drafted nodes; P-EAGLE has a mask and learnt taps."""
         if self.mask_hidden is None:
             return super().draft_inputs(token_ids, outputs, target)
         mask = torch.full_like(token_ids, self.config.mask_token)
@@ -193,4 +195,5 @@ class Eagle3Head(RecurrentHead):
         return self.mask_hidden is not None
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [..., Vd] of outputs [..., D] by the output head of this head."""
         return target.finish_logits(self.lm_head(self.norm(outputs)))

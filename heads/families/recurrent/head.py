@@ -75,7 +75,7 @@ class RecurrentHead(HeadByDepth):
 
     @property
     def depth(self) -> int:
-        """As configured: a recurrent head could draft further, with ever worse guesses."""
+        """Return the configured depth: it could draft further, with ever worse guesses."""
         return int(self.config.depth)
 
     @abstractmethod
@@ -93,7 +93,7 @@ class RecurrentHead(HeadByDepth):
         return target.embed(token_ids) if own is None else own(token_ids)
 
     def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the first layer reads of embeddings and states [B, T, D]: both, side by side."""
+        """The inputs [B, T, D] of the first layer: embeddings and states, side by side."""
         return embeds, states
 
     def run_layers(
@@ -135,6 +135,7 @@ class RecurrentHead(HeadByDepth):
         """Logits [..., Vd] of outputs [..., D]."""
 
     def token_logits(self, index: int, state: torch.Tensor, target: Target) -> torch.Tensor:
+        """Logits [L, Vd] of outputs [L, D], at all depths alike."""
         return self.logits(state, target)
 
     def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:

@@ -62,10 +62,12 @@ class MtpHead(RecurrentHead):
         """Nothing: a fresh layer begins as those of its model do before any training."""
 
     def encode(self, features: Features) -> torch.Tensor:
+        """The final features [B, T, D]."""
         assert features.last is not None
         return features.last
 
     def layer_inputs(self, embeds: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """One vector [B, T, D] of normed embeddings and states [B, T, D]."""
         return (self.fc(torch.cat([self.enorm(embeds), self.hnorm(states)], dim=-1)),)
 
     def run_layers(
@@ -79,4 +81,5 @@ class MtpHead(RecurrentHead):
         return self.norm(super().run_layers(embeds, states, rotation, mask, store_of))
 
     def logits(self, outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's logits [..., V] of outputs [..., D]."""
         return target.project(outputs)

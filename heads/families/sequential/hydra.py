@@ -117,6 +117,7 @@ class HydraHeads(SequentialHead):
         return cast(HydraBranch, self.branches[index])
 
     def contexts(self, hidden: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        """The hidden states [B, T, D], after the prefix layer if there is one."""
         return hidden if self.prefix is None else self.prefix.train_pass(hidden, segments)
 
     def new_cache(self, rows: int, memory: FreshMemory) -> DraftCache | None:

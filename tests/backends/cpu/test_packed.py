@@ -10,8 +10,6 @@ from tiny import random_prompts
 from torch import nn
 from wide import HEAD, WIDTH, model_of
 
-from drafthead.backends.compiled import Compiled
-from drafthead.backends.compiled_target import tell_of_nothing_to_compile
 from drafthead.backends.cpu.kernels import library, operations, packing
 from drafthead.backends.cpu.packed_modules import PackedLayer, PackedLinear, PackedNorm
 from drafthead.backends.cpu.packed_target import PackedTarget, tell_of_torch
@@ -19,7 +17,8 @@ from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.one_width import is_alike
 from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder, decoder_for
-from drafthead.infer.loaded import prepared_target
+from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.loading.loaded import prepared_target
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 IN_ONE_CALL = {  # whose layers are one kernel each
@@ -146,6 +145,26 @@ def test_other_layers_are_packed_part_by_part(name) -> None:
     assert not target.same_bits or is_alike(target)
 
 
+@pytest.mark.parametrize("size", [20, 48, 80, 100])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_heads_of_any_size_keep_the_text_of_plain_decoding(name, size) -> None:
+    """They are padded with zeros to a size that the kernels take."""
+    model = model_of(name, head=size)
+    target = Target(model).packed()
+    assert isinstance(target, PackedTarget) and target.same_bits
+    drafted, plain = Decoder(target, PromptLookup(6)), Decoder(target)
+    drafted.end_ids = plain.end_ids = frozenset()
+    prompts = [prompt * 2 for prompt in random_prompts(3)]
+    answers = drafted.generate(prompts, max_new_tokens=40).sequences
+    assert answers == [plain.generate(p, max_new_tokens=40).sequences[0] for p in prompts]
+
+
+def test_a_model_that_rounds_by_the_size_of_a_pass_gets_no_promise() -> None:
+    """Doge's does, and six tokens do not show it."""
+    target = Target(model_of("doge", head=HEAD)).packed()
+    assert isinstance(target, PackedTarget) and not target.same_bits
+
+
 @pytest.fixture(scope="module")
 def wide() -> Target:
     """A target whose layers are one call each."""
@@ -167,18 +186,6 @@ def test_any_draft_gives_the_text_of_plain_decoding(wide, drafter_name, make_dra
         for row, prompt in enumerate(prompts):
             expected = plain.generate(prompt, **options, seed=5 + row).sequences
             assert expected == [answers[row]], (temperature, row)
-
-
-def test_compile_changes_nothing_where_our_kernels_run_and_says_so(caplog) -> None:
-    """No graph is made; one sentence says what the option is for."""
-    tell_of_nothing_to_compile.cache_clear()
-    before = Compiled.made
-    decoders = [decoder_for(Target(model_of("llama")), None, None, how) for how in (None, True)]
-    assert all(isinstance(decoder.target, PackedTarget) for decoder in decoders)
-    assert "compile changes nothing here" in caplog.text
-    prompts = random_prompts(2)
-    plain, compiled = (d.generate(prompts, max_new_tokens=8).sequences for d in decoders)
-    assert plain == compiled and Compiled.made == before
 
 
 def test_weights_that_change_are_packed_again() -> None:

@@ -1,5 +1,6 @@
 """Draft heads by our kernels: what torch's modules guess, from the weights as they are."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -39,14 +40,14 @@ def wide() -> Target:
 def logits_of(drafter: HeadDrafter, target: Target, kernels: bool) -> list[torch.Tensor]:
     """All logits that an answer is drafted by, of trees of one form."""
     found, decoder = [], decoder_for(target, drafter, 4, None if kernels else False)
-    inner = drafter.largest
+    inner = drafter.operations.largest
 
     def watched(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """Note what is asked."""
         found.append(logits.float())
         return inner(logits, count)
 
-    drafter.largest = watched
+    drafter.operations = replace(drafter.operations, largest=watched)
     decoder.generate(random_prompts(1)[0], max_new_tokens=3)
     return found
 
@@ -95,23 +96,23 @@ def test_trees_grow_as_torchs_operations_grow_them(rows) -> None:
     torch.manual_seed(rows)
     ours = [replacement_of(f) for f in (dynamic.open_level, dynamic.with_children)]
     theirs = [dynamic.open_level, dynamic.with_children]
-    growth = dynamic.TreeGrowth(torch.arange(rows))
-    growth.add_children(-torch.rand(rows, 1, 4), torch.randint(50, (rows, 1, 4)))
-    nodes, width, visible = growth.candidates(), 4, None
-    outputs = torch.randn(rows, 1, 32).bfloat16()
+    growth, width = dynamic.Growth.of(torch.arange(rows), torch.randn(rows, 1, 32).bfloat16()), 4
+    first = -torch.rand(rows, 1, width), torch.randint(50, (rows, 1, width))
+    growth = dynamic.with_children(growth, growth.opened, *first)
     for count in (3, 5, 2):
-        given = nodes, outputs, visible, torch.arange(count), width
+        given = growth, torch.arange(count), width
         found, expected = ours[0](*given), theirs[0](*given)
         assert all(map(torch.equal, found, expected))
         log_probs = -torch.randint(3, (rows, count, width)) / 2
         log_probs[0, 0, :3] = torch.tensor([torch.nan, -torch.inf, 0.5])
-        given = nodes, found.numbers, log_probs, torch.randint(50, (rows, count, width))
-        nodes, expected = ours[1](*given), theirs[1](*given)
-        assert all(map(torch.equal, nodes, expected))
-        outputs, visible = torch.randn(rows, count, 32).bfloat16(), found.visible
+        given = growth, found.numbers, log_probs, torch.randint(50, (rows, count, width))
+        growth, expected = ours[1](*given), theirs[1](*given)
+        assert all(map(torch.equal, growth[:5], expected[:5]))
+        states = torch.randn(rows, count, 32).bfloat16()
+        growth = growth._replace(states=states, visible=found.visible)
     choose = replacement_of(dynamic.best_tree)
-    for size in (2, 9, nodes.scores.shape[1]):
-        given = nodes, torch.arange(size), 4
+    for size in (2, 9, growth.scores.shape[1]):
+        given = growth, torch.arange(size), 4
         assert all(map(torch.equal, choose(*given), dynamic.best_tree(*given)))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from drafthead.backends.cpu.threads import TOLERATED, WINDOW, Crowding, Threads, waited
+from drafthead.backends.cpu.threads import TOLERATED, WINDOW, Crowding, KernelThreads, waited
 from drafthead.core.target.processor import OPENMP
 
 THREADS = 2
@@ -46,7 +46,7 @@ def test_threads_are_set_for_the_call_and_set_back() -> None:
     calls: list[int] = []
     torch.set_num_threads(2)
     for set_threads in (calls.append, None):
-        with Threads(machine.crowding, set_threads).for_a_call():
+        with KernelThreads(machine.crowding, set_threads).for_a_call():
             pass
     assert calls == [1, 2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 DEVICE = os.environ.get("KERNELS_ON")
 STARTER = "test_kernels.py"
-NEED_NONE = {STARTER, "test_recordings.py", "test_compiled_layers.py"}
+NEED_NONE = {STARTER, "test_fingerprint.py", "test_recorded.py", "test_compiled_layers.py"}
 others = sorted({path.name for path in Path(__file__).parent.glob("test_*.py")} - NEED_NONE)
 collect_ignore = [STARTER] if DEVICE else others
 

@@ -8,7 +8,7 @@ from stages import more
 from transformers import LlamaConfig
 
 from drafthead.backends.cuda.commit import CacheTable, commit
-from drafthead.backends.cuda.tree_kernels import EVERYTHING, TreeKernels
+from drafthead.backends.cuda.tree_kernels import EVERYTHING, CudaTreeKernels
 from drafthead.core.kv_cache.column_cache import move_columns
 
 DEVICE = os.environ["KERNELS_ON"]
@@ -57,7 +57,7 @@ def test_a_row_that_accepts_nothing_stays() -> None:
 
 
 def test_memory_that_comes_back_in_another_shape_is_moved_as_it_is_now() -> None:
-    kernels, memory = TreeKernels(LlamaConfig(), EVERYTHING), torch.zeros(512, device=DEVICE)
+    kernels, memory = CudaTreeKernels(LlamaConfig(), EVERYTHING), torch.zeros(512, device=DEVICE)
     path = torch.tensor([[0, 2]], device=DEVICE)
     for shape in ((2, 2, 16, 8), (1, 2, 32, 8)):
         states, rows = memory.normal_().view(shape), shape[0]

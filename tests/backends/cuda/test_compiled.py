@@ -86,9 +86,9 @@ def check_resources(kernel, folder: Path) -> None:
     ("dtype", "head_size", "nodes", "rows"),
     [
         (torch.bfloat16, 128, 1, 1),
-        (torch.bfloat16, 128, 16, 264),  # so many that columns are not split
+        more(torch.bfloat16, 128, 16, 264),  # so many that columns are not split
         (torch.bfloat16, 256, 16, 1),
-        (torch.float32, 128, 16, 1),
+        more(torch.float32, 128, 16, 1),
     ],
 )
 def test_attention_spills_no_registers(
@@ -102,7 +102,7 @@ def test_attention_spills_no_registers(
         check_resources(kernel, tmp_path)
 
 
-@pytest.mark.parametrize("head_size", [128, 256])
+@pytest.mark.parametrize("head_size", [more(128), 256])
 @pytest.mark.parametrize(
     "chip",
     [c if c in FIRST else more(c) for c in MOST_SHARED],
@@ -133,7 +133,7 @@ def test_moves_spill_no_registers(compiled: list, tmp_path: Path) -> None:
     check_resources(*compiled, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float32)])
 def test_draws_spill_no_registers(dtype: torch.dtype, compiled: list, tmp_path: Path) -> None:
     logits = torch.zeros(1, 4, 128_256, dtype=dtype)
     speeds = logits.float()

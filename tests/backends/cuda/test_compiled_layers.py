@@ -1,6 +1,7 @@
 """Decoder layers compiled one by one, as recorded passes on a GPU run them; here for a CPU."""
 
 import logging
+import os
 from functools import partial
 from typing import Any
 
@@ -9,17 +10,14 @@ import torch
 import torch._dynamo.utils
 from stages import more
 from tiny import random_prompts, tiny_llama
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.func import functional_call
 
-from drafthead.backends.cuda import compiled_layers, merged_products
-from drafthead.backends.cuda.compiled_layers import (
-    LONG,
-    CompiledLayers,
-    Fused,
-    Together,
-    without_weights,
-)
+from drafthead.backends.cuda import compiled, merged_products
+from drafthead.backends.cuda.compiled import LONG, Compiled, keep_compiled_code
+from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together, without_weights
 from drafthead.backends.cuda.merged_products import MergedProducts, side_by_side
+from drafthead.core.errors import UserError
 from drafthead.core.substitution import Substituting, Substitution
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.hooks import Taps
@@ -90,7 +88,7 @@ def test_a_function_that_cannot_be_fused_is_called(caplog) -> None:
     def asks_the_device(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum().item() > 0 else x
 
-    fused = Fused(asks_the_device)
+    fused = Compiled(asks_the_device)
     with caplog.at_level(logging.WARNING):
         assert fused(torch.ones(2)).tolist() == [2, 2]
     assert "is not compiled: " in caplog.text
@@ -116,7 +114,7 @@ def test_drafts_in_compiled_parts_are_those_of_eager_ones(
     found = []
     for is_compiled in (False, True):
         drafter = make_drafter(name, target)
-        fused = {part: Fused(getattr(drafter, part)) for part in parts if is_compiled}
+        fused = {part: Compiled(getattr(drafter, part)) for part in parts if is_compiled}
         vars(drafter).update(fused)
         decoder = Decoder(target, drafter, Budget(12, 3))
         result = decoder.generate(random_prompts(2), max_new_tokens=8, seed=1, **law)
@@ -127,8 +125,8 @@ def test_drafts_in_compiled_parts_are_those_of_eager_ones(
 
 
 def test_a_function_of_too_many_kinds_is_called(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(compiled_layers, "MOST_VARIANTS", 1)
-    fused = Fused(lambda x, name: x + len(name))
+    monkeypatch.setattr(compiled, "MOST_VARIANTS", 1)
+    fused = Compiled(lambda x, name: x + len(name))
     with caplog.at_level(logging.WARNING):
         found = [fused(torch.ones(2), name).tolist() for name in ("a", "ab", "abc")]
     assert found == [[2, 2], [3, 3], [4, 4]]
@@ -147,13 +145,13 @@ def test_the_largest_of_long_rows_are_found_by_our_kernel(monkeypatch) -> None:
         return x.shape[-1] > LONG
 
     rows = [Substitution(torch.Tensor.topk, stand_in, is_long)]
-    monkeypatch.setattr(compiled_layers, "LARGEST", Substituting(rows))
+    monkeypatch.setattr(compiled, "LARGEST", Substituting(rows))
 
     def both(x: torch.Tensor) -> torch.Tensor:
         return x.topk(3)[0] + (x * 2)[:, :50].topk(3)[0]
 
     x = torch.randn(2, LONG + 1)
-    torch.testing.assert_close(Fused(both)(x), both(x))
+    torch.testing.assert_close(Compiled(both)(x), both(x))
     assert found == [3]
 
 
@@ -213,3 +211,44 @@ def test_neighbours_in_memory_of_two_allocations_are_moved() -> None:
     merged = side_by_side(products, "weight")
     assert merged is not None and merged.equal(numbers)
     assert side_by_side(products, "bias") is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kept"),
+    [
+        (None, "{home}/drafthead/compiled"),
+        ("torch", "{home}/drafthead/compiled"),
+        ("{home}/a", "{home}/a"),
+    ],
+)
+def test_compiled_code_is_kept_where_a_restart_leaves_it_unless_the_user_chose_a_place(
+    chosen, kept, tmp_path, monkeypatch
+) -> None:
+    """Importing torch's tracer writes its default, a temporary folder, into the variable."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if chosen is not None:
+        place = default_cache_dir() if chosen == "torch" else chosen.format(home=tmp_path)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == kept.format(home=tmp_path)
+
+
+def test_compiled_code_stays_where_torch_puts_it_if_nothing_else_can_be_written(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+
+
+def test_a_place_for_compiled_code_that_cannot_be_written_is_refused_in_one_sentence(
+    tmp_path, monkeypatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file / "folder"))
+    with pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR is .*folder.*unset it$"):
+        keep_compiled_code()

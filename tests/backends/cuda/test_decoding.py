@@ -11,9 +11,9 @@ from tiny import END, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
 import drafthead.infer.decoder  # noqa: F401  (registers the families)
-from drafthead.backends import compiled_target as module
-from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cuda import recorded_target as module
 from drafthead.backends.cuda import registration
+from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -33,8 +33,8 @@ def as_on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr("rehearsal.WARM_UPS", 1)  # an interpreter takes seconds for each
 
 
-def compiled_target(target: Target) -> CompiledTarget:
-    compiled = CompiledTarget(target)
+def compiled_target(target: Target) -> RecordedTarget:
+    compiled = RecordedTarget(target)
     compiled.kernels = compiled._tree_kernels()
     assert compiled.kernels is not None
     return compiled
@@ -51,7 +51,7 @@ def eagle(target: Target) -> Drafter:
     return drafter_for(head.eval().requires_grad_(False), target)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "prompt-lookup"])
+@pytest.mark.parametrize("name", ["eagle3", more("prompt-lookup")])
 def test_text_and_drafts_are_those_of_uncompiled_passes(name: str, monkeypatch) -> None:
     """One recording of a head's draft serves all lengths: it is given no numbers of columns."""
     target = Target(tiny_llama(0, eos_token_id=END, pad_token_id=0))
@@ -64,14 +64,15 @@ def test_text_and_drafts_are_those_of_uncompiled_passes(name: str, monkeypatch) 
     drafter.compile(compiled)
     lengths = []
     if name == "eagle3":
-        draft = drafter.read_and_grow_all
+        draft = drafter.read_and_grow
 
         def noting(*arguments: Any) -> Any:
             view, room = arguments[4:6]
             lengths.extend([len(view.room.seen), len(room.seen)])
-            return draft(*arguments)
+            return recorded(*arguments)
 
-        monkeypatch.setattr(drafter, "read_and_grow_all", noting)
+        recorded = drafter.whole(draft)
+        drafter.called[draft, "record"] = noting
     found = Decoder(compiled, drafter, budget).generate(**task)
     assert found.sequences == eager.sequences == expected
     assert found.stats.accept_lengths == eager.stats.accept_lengths
@@ -114,12 +115,12 @@ def test_a_short_prompt_is_read_by_one_recording_whatever_its_length(name, monke
     if drafter is not None:
         drafter.compile(compiled)
     decoder = Decoder(compiled, drafter)
-    read, _ = Target.read, compiled.one_token  # which tells the sizes of a cache
+    passed, _ = Target.passed, compiled.one_token  # which tells the sizes of a cache
     for prompt in (list(range(8, 17)), list(range(20, 24)), list(range(30, 41))):
         expected = OracleDecoder(target).generate([prompt], **task).sequences
-        monkeypatch.setattr(Target, "read", None)  # no pass over the prompt as it is
+        monkeypatch.setattr(Target, "passed", None)  # no pass over the prompt as it is
         assert decoder.generate([prompt], **task).sequences == expected
-        monkeypatch.setattr(Target, "read", read)
+        monkeypatch.setattr(Target, "passed", passed)
         recorded.append(rehearsal.recorded)
     if drafter is None:  # a draft is recorded for how much is new
         assert recorded == [2, 2, 2], "a part of a prompt, and a step"
@@ -127,4 +128,4 @@ def test_a_short_prompt_is_read_by_one_recording_whatever_its_length(name, monke
 
 def test_a_model_that_attends_in_another_way_is_left_with_masks() -> None:
     target = Target(tiny_llama(0, attn_implementation="eager"))
-    assert CompiledTarget(target)._tree_kernels() is None
+    assert RecordedTarget(target)._tree_kernels() is None

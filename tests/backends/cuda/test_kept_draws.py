@@ -4,8 +4,8 @@ import pytest
 import torch
 from stages import more
 
-from drafthead.backends.backend import CompilingBackend
 from drafthead.backends.cuda import kept_draws
+from drafthead.backends.cuda.backend import RecordingBackend
 from drafthead.backends.cuda.kept_draws import draw, first_kept
 from drafthead.core import sampling
 from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
@@ -68,17 +68,17 @@ def test_the_first_of_what_is_kept_is_found(law: SamplingConfig, dtype: torch.dt
     found = first_kept(logits, logits.float().amax(-1, True), speeds, settings)
     assert found.equal((speeds * kept).argmax(-1))
     keys = torch.arange(4, device=DEVICE)[:, None]
-    given = keys, keys, keys, settings, True
+    given = keys, settings, True
     assert draw(logits, *given).equal(sampling.draw(logits, *given))
 
 
 def test_a_row_is_drawn_alike_alone_and_in_a_tree_and_without_filters_by_torch() -> None:
     logits, law = case(torch.bfloat16), LAWS[0]
     keys, settings = torch.arange(16, device=DEVICE).view(8, 2), settings_of(law, 8)
-    together = draw(logits, keys, keys, keys, settings, True)
-    alone = draw(logits[:, 1:], *[keys[:, 1:]] * 3, settings, True)
+    together = draw(logits, keys, settings, True)
+    alone = draw(logits[:, 1:], keys[:, 1:], settings, True)
     assert together[:, 1:].equal(alone)
-    given = keys, keys, keys, settings_of(SamplingConfig(1.0), 8), False
+    given = keys, settings_of(SamplingConfig(1.0), 8), False
     assert draw(logits, *given).equal(sampling.draw(logits, *given))
 
 
@@ -86,11 +86,10 @@ def test_each_row_has_a_law_of_its_own() -> None:
     """Bit by bit that which it has alone; a greedy row its most probable token."""
     logits, laws = case(torch.bfloat16), (SamplingConfig(), SamplingConfig(1.0), *LAWS[:6])
     keys = torch.arange(16, device=DEVICE).view(8, 2)
-    given = keys, keys, keys
-    together = draw(logits, *given, RowSampling(laws).settings(DEVICE), True)
+    together = draw(logits, keys, RowSampling(laws).settings(DEVICE), True)
     assert together[0].equal(sampling.most_probable(logits[0]))
     for row, law in enumerate(laws[1:], 1):
-        alone = [each[row : row + 1] for each in (logits, *given)]
+        alone = [each[row : row + 1] for each in (logits, keys)]
         drawn = draw(*alone, settings_of(law, 1), not law.whole)
         assert drawn.equal(together[row : row + 1])
 
@@ -100,11 +99,11 @@ def test_logits_without_a_law_give_no_token(odd: float) -> None:
     logits = torch.zeros(3, 1, 70, device=DEVICE)
     logits[1, :, 3 if odd != -torch.inf else slice(None)] = odd
     keys, settings = torch.arange(3, device=DEVICE)[:, None], settings_of(LAWS[0], 3)
-    drawn = draw(logits, keys, keys, keys, settings, True)
+    drawn = draw(logits, keys, settings, True)
     assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all()
 
 
 def test_steps_on_a_gpu_draw_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CacheMemory, "on", lambda _: FRESH)  # which asks the device
-    backend = CompilingBackend(torch.device("cuda"), torch.bfloat16, fuses=False)
+    backend = RecordingBackend(torch.device("cuda"), fuses=False)
     assert backend.replacement_of(sampling.draw) is draw

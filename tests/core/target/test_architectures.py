@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, FEW, GROUPED, LATENT, SIZES, tiny_model
+from architectures import (
+    ARCHITECTURES,
+    FEW,
+    GROUPED,
+    LATENT,
+    OTHERS,
+    SIZES,
+    WINDOW,
+    tiny_model,
+)
 from hidden_answers import check_every_right_token_is_accepted, generated
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from stages import more
@@ -22,8 +31,10 @@ from drafthead.core.target.logit_finish import Finish
 from drafthead.core.target.masks import LayerKind, key_positions, masks_by_kind
 from drafthead.core.target.placement import Placement
 from drafthead.core.target.target import Target
+from drafthead.core.target.weight_state import state_of
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.engine.prefill import prefill
 
 NEW = 20
 ON_DISK = "llama", "gpt2", "gemma4_text", "deepseek_v3"  # in the first stage
@@ -83,11 +94,13 @@ def test_logits_by_formula_are_those_of_all_models_that_are_accepted() -> None:
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if (model := any_small_model(name)) is None:
             continue
+        before = state_of(model)
         try:
             target = Target(model)
         except UserError as error:
             assert "its logits are not" not in str(error)
             continue
+        assert state_of(model) == before, "what the checks leave would be in the user's answers"
         ids = torch.randint(1, VOCAB, (2, 9))
         found = target.run(ids, torch.arange(9).expand_as(ids), None, FeatureSpec())
         torch.testing.assert_close(target.project(found.features.last), found.logits)
@@ -95,6 +108,24 @@ def test_logits_by_formula_are_those_of_all_models_that_are_accepted() -> None:
         scaled += [name] if target.finish != Finish() else []
     assert len(compared) > 80 and len(scaled) > 10
     assert {"hyperclovax", "granite", "cohere", "gemma2"} <= {*scaled}
+
+
+EVERY = {name: o for name, o in (ARCHITECTURES | OTHERS).items() if "text_config" not in o}
+SLIDE_HERE = "llama", "mistral", "gemma2", "big_bird", "minimax", "zaya", "bloom"
+
+
+@pytest.mark.parametrize("name", [name if name in SLIDE_HERE else more(name) for name in EVERY])
+def test_a_window_is_read_as_the_models_own_code_reads_it_or_refused(name: str) -> None:
+    try:
+        model = tiny_model(name, {**EVERY[name], "sliding_window": WINDOW})
+        target = Target(model)
+    except (UserError, ValueError) as error:
+        assert "sliding_window" in str(error)
+        return
+    ids, cache = torch.randint(4, VOCAB, (1, 18)), target.new_cache()
+    _, hidden = prefill(target, ids, torch.tensor([18]), FeatureSpec(), cache, room=1, chunk=9)
+    expected = model(ids, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(target.project(hidden), expected, rtol=1e-3, atol=1e-3)
 
 
 REFUSED = {

@@ -1,9 +1,10 @@
 """GGUF targets: what the file holds is what decodes, and what cannot be read is named."""
 
-import importlib.util
 import os
 import struct
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import gguf
 import gguf_writing
@@ -11,11 +12,15 @@ import pytest
 import torch
 from gguf_writing import TOKENS, write_gguf
 from tiny import SPECIALS, byte_tokenizer, tiny_llama, write_target
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from drafthead.core.backend import kernel_of
 from drafthead.core.errors import UserError
-from drafthead.core.target import gguf_files
-from drafthead.core.target.any_target import load_decoder_only, tokenizer_named
+from drafthead.core.target import gguf_files, gguf_model, loading
+from drafthead.core.target.any_target import load_decoder_only, load_target, tokenizer_named
+from drafthead.core.target.block_modules import blocks_in
+from drafthead.core.target.blocks import KINDS
 from drafthead.core.target.gguf_files import model_folder
 from drafthead.scripts.head import info
 
@@ -44,14 +49,54 @@ def write_small(
     return write_gguf(path, model, arch, keys, kind, pre=None)
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
-def test_a_file_loads_as_the_model_that_it_holds(tmp_path, kind) -> None:
+def write_wide(path: Path, kind: gguf.GGMLQuantizationType) -> PreTrainedModel:
+    """A Qwen2 of whole blocks whose table is its output head; returns the model."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": TOKENS, "hidden_size": 256, "intermediate_size": 256,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = Qwen2Config(**shape)
+    keys = {
+        "context_length": 64, "embedding_length": 256, "block_count": 1,
+        "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 4,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }  # fmt: skip
+    return write_gguf(path, Qwen2ForCausalLM(config), "qwen2", keys, kind, pre=None)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *KINDS])
+def test_a_file_is_computed_in_the_type_that_is_asked_for(tmp_path, kind) -> None:
+    """Inputs are rounded to eight bits where weights lie in blocks or shall do so, nowhere else."""
     path = tmp_path / "small.gguf"
-    expected = write_small(path, gguf.GGMLQuantizationType[kind])
-    target = load_decoder_only(path, "float32", "cpu")
-    ids = torch.arange(40)[None] % target.vocab_size
-    assert torch.equal(target.model(ids).logits, expected(ids).logits)
-    assert load_decoder_only(tmp_path).dtype == torch.bfloat16  # the folder means its file
+    expected = write_wide(path, gguf.GGMLQuantizationType[kind])
+    ids = torch.arange(40)[None]
+    for dtype in ("float32", "float16", "bfloat16", "auto", "int8", "int4"):
+        target = load_target(path, dtype, "cpu")
+        if dtype in ("int8", "int4"):
+            assert target.precision == dtype
+        elif dtype == "auto" and kind in KINDS and kernel_of("in_blocks"):
+            assert target.precision == kind
+            products = [part for part in target.model.modules() if isinstance(part, nn.Linear)]
+            assert not products and target.dtype == torch.bfloat16
+        else:
+            computed = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+            same = deepcopy(expected)
+            for weight in same.parameters():  # and not the frequencies of positions
+                weight.data = weight.data.to(computed)
+            assert target.dtype == computed and not blocks_in(target.model)
+            assert torch.equal(target.model(ids).logits, same(ids).logits), dtype
+
+
+def test_blocks_are_numbers_of_16_bits_where_no_kernels_multiply_them(
+    tmp_path, monkeypatch
+) -> None:
+    """What kernels compute would take many times as long by operations of torch."""
+    monkeypatch.setattr(loading, "kernel_of", lambda name: None)
+    write_wide(tmp_path / "small.gguf", gguf.GGMLQuantizationType.Q4_0)
+    target = load_target(tmp_path / "small.gguf", "auto", "cpu")
+    assert target.precision == "bfloat16" and not blocks_in(target.model)
 
 
 def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> None:
@@ -66,7 +111,7 @@ def test_tokens_control_tokens_and_chat_format_come_from_the_file(tmp_path) -> N
     assert tokenizer.apply_chat_template(turn, tokenize=False) == "<|user|>hi<|end|>"
 
 
-def test_a_copy_is_made_once_for_each_content(tmp_path) -> None:
+def test_a_file_is_described_once_for_each_content(tmp_path) -> None:
     path = tmp_path / "small.gguf"
     write_small(path)
     first = Path(model_folder(path))
@@ -79,57 +124,53 @@ def test_a_copy_is_made_once_for_each_content(tmp_path) -> None:
     assert set(first.parent.iterdir()) == {first, second}
 
 
-@pytest.mark.parametrize("place", [0, 1 << 20, 5_000_000, -1])
-def test_files_that_differ_in_one_byte_are_two_whatever_their_times(tmp_path, place) -> None:
-    """As an archive leaves two fine-tunes: of one name, size and time."""
-    content, names = bytearray(6_000_000), ("first", "second")
-    found = []
-    for name in names:
-        (tmp_path / name).mkdir()
-        path = tmp_path / name / "model.gguf"
-        path.write_bytes(content)
-        os.utime(path, (1e9, 1e9))
-        found.append(gguf_files.fingerprint(path))
-        content[place] += 1
-    assert found[0] != found[1]
-    os.utime(path, (2e9, 2e9))
-    assert gguf_files.fingerprint(path) == found[1], "the same content has one copy"
+def test_weights_are_those_that_the_file_holds_now(tmp_path) -> None:
+    """As an archive leaves a fine-tune in the place of its base: of one size and time."""
+    path = tmp_path / "small.gguf"
+    write_small(path)
+    before, content = load_decoder_only(path, "float32"), bytearray(path.read_bytes())
+    content[-1000] ^= 1  # of some weight
+    path.write_bytes(content)
+    os.utime(path, (1e9, 1e9))
+    after = load_decoder_only(path, "float32")
+    both = (target.model.state_dict().values() for target in (before, after))
+    assert [torch.equal(*pair) for pair in zip(*both, strict=True)].count(False) == 1
 
 
-@pytest.mark.parametrize("software", ["transformers", "gguf", "copies"])
-def test_another_reader_makes_another_copy(tmp_path, monkeypatch, software) -> None:
+@pytest.mark.parametrize("software", ["transformers", "gguf", "ours"])
+def test_another_reader_makes_another_description(tmp_path, monkeypatch, software) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     before = gguf_files.fingerprint(path)
-    if software == "transformers":
-        monkeypatch.setattr(gguf_files.transformers, "__version__", "later")
-    elif software == "gguf":
-        monkeypatch.setattr(gguf_files, "version", lambda _: "later")
+    if software != "ours":
+        installed = {"transformers": "1", "gguf": "1"}
+        monkeypatch.setattr(gguf_files, "version", installed.get)
+        before = gguf_files.fingerprint(path)
+        installed[software] = "2"
     else:
-        monkeypatch.setattr(gguf_files, "COPY_VERSION", gguf_files.COPY_VERSION + 1)
+        monkeypatch.setattr(gguf_files, "VERSION", gguf_files.VERSION + 1)
     assert gguf_files.fingerprint(path) != before
 
 
-def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
+def test_a_description_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
     path = tmp_path / "small.gguf"
     write_small(path)
 
-    def fail(_file: Path, folder: Path) -> None:
-        (folder / "config.json").touch()
+    def fail(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_files, "write_copy", fail)
+    monkeypatch.setattr(gguf_model, "tokenizer_of", fail)
     with pytest.raises(KeyboardInterrupt):
         model_folder(path)
     assert not list((tmp_path / "cache" / "drafthead" / "gguf").iterdir())
 
 
-def test_without_a_cache_a_copy_lasts_for_the_process(tmp_path, monkeypatch) -> None:
+def test_without_a_cache_a_description_lasts_for_the_process(tmp_path) -> None:
     path = tmp_path / "small.gguf"
     write_small(path)
     (tmp_path / "cache").touch()
     first = model_folder(path)
-    assert (Path(first) / "model.safetensors").exists() and model_folder(path) == first
+    assert (Path(first) / "config.json").exists() and model_folder(path) == first
 
 
 def test_a_fetched_model_is_loaded_by_its_name(tmp_path, monkeypatch) -> None:
@@ -140,7 +181,9 @@ def test_a_fetched_model_is_loaded_by_its_name(tmp_path, monkeypatch) -> None:
     write_small(folder / "small.gguf")
     assert model_folder("smollm2") == model_folder(folder)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2").mkdir()  # a folder here goes first
+    (tmp_path / "smollm2").mkdir()
+    assert model_folder("smollm2") == model_folder(folder), "a folder without a model"
+    (tmp_path / "smollm2/config.json").touch()  # a model here goes first
     assert model_folder("smollm2") == "smollm2"
 
 
@@ -155,10 +198,9 @@ def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
 
-def split(path: Path) -> None:
-    """Say in the header that the file is one of two."""
-    key = b"split.count"
-    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, 2)
+def say(path: Path, key: bytes, value: bytes) -> None:
+    """Say something more in the header: a value of a type."""
+    entry = struct.pack("<Q", len(key)) + key + value
     content = path.read_bytes()
     count = struct.unpack_from("<Q", content, 16)[0]
     path.write_bytes(content[:16] + struct.pack("<Q", count + 1) + entry + content[24:])
@@ -172,7 +214,11 @@ def split(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "is not a GGUF file"),
         (lambda path: cut(path, 0.01), "not downloaded to its end"),
         (lambda path: cut(path, 0.9), "not downloaded to its end"),
-        (split, "one of 2 parts"),
+        (lambda path: say(path, b"split.count", struct.pack("<IH", 2, 2)), "one of 2 parts"),
+        (
+            lambda path: say(path, b"general.type", struct.pack("<IQ", 8, 7) + b"adapter"),
+            "holds no model but what general.type calls 'adapter'",
+        ),
         (lambda path: write_small(path, arch="wavtokenizer-dec"), "wavtokenizer-dec"),
     ],
 )
@@ -195,7 +241,7 @@ def test_missing_weights_are_an_error(tmp_path, monkeypatch) -> None:
     )
     write_small(path)
     with pytest.raises(UserError, match="lacks 2 of the model's weights"):
-        model_folder(path)
+        load_decoder_only(path)
 
 
 def test_several_files_in_a_folder_are_refused_and_listed(tmp_path) -> None:
@@ -205,15 +251,6 @@ def test_several_files_in_a_folder_are_refused_and_listed(tmp_path) -> None:
         load_decoder_only(tmp_path)
 
 
-def test_without_the_package_the_command_is_named(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "small.gguf"
-    write_small(path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "gguf" else find(n))
-    with pytest.raises(UserError, match="python -m pip install gguf"):
-        model_folder(path)
-
-
 def test_info_lists_what_became_of_every_key(tmp_path, capsys, monkeypatch) -> None:
     path = tmp_path / "small.gguf"
     write_small(path)
@@ -221,6 +258,6 @@ def test_info_lists_what_became_of_every_key(tmp_path, capsys, monkeypatch) -> N
     info.main(path)
     told = [line.strip() for line in capsys.readouterr().out.splitlines()]
     becomes = {line.split()[0]: line.split(maxsplit=1)[-1] for line in told if "." in line}
-    assert becomes["llama.rope.freq_base"] == becomes["tokenizer.ggml.merges"] == "in the copy"
-    assert becomes["GGUF.version"] == "changes nothing"
-    assert any("tensors, each equal to what the package gguf reads" in line for line in told)
+    assert becomes["llama.rope.freq_base"] == becomes["tokenizer.ggml.merges"] == "is followed"
+    assert becomes["general.architecture"] == "is followed"
+    assert becomes["general.name"] == "changes nothing"

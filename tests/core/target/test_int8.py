@@ -1,4 +1,4 @@
-"""Targets of whole numbers: another model, decoded as exactly as any."""
+"""Targets of whole numbers of eight or four bits: another model, decoded as exactly as any."""
 
 from copy import deepcopy
 
@@ -14,6 +14,7 @@ from wide import model_of
 from drafthead.backends.cpu.packed_target import PackedTarget
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.block_modules import to_int4
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.int8 import (
     LONGEST,
@@ -78,14 +79,15 @@ def test_a_row_of_infinite_numbers_has_no_finite_product() -> None:
     assert not found[1].isfinite().any() and found[::2].isfinite().all()
 
 
-def test_int8_is_a_type_of_targets(folder) -> None:
-    target = load_decoder_only(folder, "int8", "cpu")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_whole_numbers_are_types_of_targets(folder, dtype) -> None:
+    target = load_decoder_only(folder, dtype, "cpu")
     stored = load_decoder_only(folder, "bfloat16", "cpu")
-    assert (target.precision, target.dtype) == ("int8", torch.bfloat16)
+    assert (target.precision, target.dtype) == (dtype, torch.bfloat16)
     assert stored.precision == "bfloat16"
     assert all(type(m) is not nn.Linear for m in target.model.modules())
     assert weights_fingerprint(target) != weights_fingerprint(stored)
-    with pytest.raises(UserError, match="int8"):
+    with pytest.raises(UserError, match=dtype):
         load_decoder_only(folder, "int7", "cpu")
 
 
@@ -96,6 +98,30 @@ def test_changed_weights_are_rounded_anew() -> None:
     first = layer(x)
     layer.weight.mul_(2)
     assert torch.equal(layer(x), 2 * first)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_weights_that_nobody_tells_of_are_rounded_anew_for_a_new_decoder(packs: bool) -> None:
+    """Where they were written to by way of `weight.data`, as the docs promise after `forget`."""
+    model = deepcopy(model_of("llama"))
+    to_int8(model)
+
+    def answers() -> list[list[int]]:
+        target = Target(model)
+        decoder = Decoder(target.packed() if packs else target)
+        found = decoder.generate(PROMPTS, max_new_tokens=8).sequences
+        decoder.forget()
+        return found
+
+    first = answers()
+    products = [part for part in model.modules() if isinstance(part, Int8Linear)]
+    for part in products:
+        part.weight.data[[0, 1]] = part.weight.data[[1, 0]]
+        part.weight.data[2:] *= -1
+    second = answers()
+    for part in products:  # other objects of the same values
+        part.weight = nn.Parameter(part.weight.detach().clone(), requires_grad=False)
+    assert answers() == second != first
 
 
 class Long(nn.Module):
@@ -140,19 +166,21 @@ def test_loss_is_near_that_of_bfloat16(kind) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
+ROUNDINGS = pytest.mark.parametrize(("rounding", "dtype"), [(to_int8, "int8"), (to_int4, "int4")])
+
+
+@ROUNDINGS
 @torch.inference_mode()
-def test_kernels_compute_the_modules_products_from_bytes(folder) -> None:
+def test_kernels_compute_the_modules_products_from_bytes(rounding, dtype) -> None:
     """Bit for bit in every row, whatever a pass reads beside it: greedy text stays."""
     target = Target(deepcopy(model_of("llama")))
-    to_int8(target.model)
+    rounding(target.model)
     packed = target.packed()
     if not isinstance(packed, PackedTarget):
         pytest.skip("there are no kernels for this processor")
-    assert packed.same_bits and packed.precision == "int8"
-    assert all(
-        isinstance(m, Int8Linear) for m in target.model.modules() if isinstance(m, nn.Linear)
-    )
-    assert weight_bytes(packed, 1) < 0.7 * weight_bytes(target, 1)
+    assert packed.same_bits and packed.precision == dtype and packed.decoder is not None
+    assert not any(type(m) is nn.Linear for m in target.model.modules())
+    assert weight_bytes(packed, 1) < 0.7 * weight_bytes(Target(model_of("llama")), 1)
     ids, found = torch.arange(4, 44)[None], []
     for width in (40, 8, 1):
         cache, logits = packed.new_cache(), []
@@ -169,10 +197,11 @@ def test_kernels_compute_the_modules_products_from_bytes(folder) -> None:
     assert (found[0] - plain).float().norm() / plain.float().norm() < 0.02
 
 
-def test_drafts_change_no_answer_of_kernels(make_head) -> None:
+@ROUNDINGS
+def test_drafts_change_no_answer_of_kernels(make_head, rounding, dtype) -> None:
     """A draft of every shape, in a batch and alone, by our kernels where there are any."""
     target = Target(deepcopy(model_of("llama")))
-    to_int8(target.model)
+    rounding(target.model)
     target = target.packed()
     if not isinstance(target, PackedTarget):
         pytest.skip("there are no kernels for this processor")

@@ -69,7 +69,7 @@ def test_answers_of_layers_on_disk_are_those_of_layers_in_memory(folder: Path) -
     answers = whole.generate(prompts, max_new_tokens=12).sequences
     assert elsewhere.generate(prompts, max_new_tokens=12).sequences == answers
     with pytest.raises(UserError, match="compile is for targets whose layers are all on one"):
-        Decoder.from_pretrained(placed(folder, placements[1]), compile=True)
+        placed(folder, placements[1]).check_compilable()
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files")

@@ -10,7 +10,7 @@ from tiny import tiny_llama
 
 from drafthead.core.target import processor
 from drafthead.infer import Decoder
-from drafthead.infer.machine import processor_name
+from drafthead.infer.timing.machine import processor_name
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ from tiny import VOCAB
 from transformers import GenerationConfig
 
 from drafthead.core.errors import UserError
+from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.running_states import FUNCTIONS
 from drafthead.core.target.state_cache import StateCache, levels_of, parents_of
 from drafthead.core.target.target import Target
+from drafthead.core.target.weight_state import state_of
 from drafthead.core.trees.tree import ancestor_mask
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.layers.own_layer import mtp_layer_of
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.lookup import PromptLookup
-from drafthead.infer.engine.prefill import LAST_READ
+from drafthead.infer.engine.prefill import LAST_READ, padded, prefill
+from drafthead.infer.serving import ServeRequest
 from drafthead.train.draft_models.student import DraftModelConfig, Student
 
 NEW = 16
@@ -38,15 +43,172 @@ def first_stage(names: Iterable[str], first: Sequence[str]) -> list[Any]:
     return [name if name in first else pytest.param(name, marks=marks) for name in names]
 
 
-def made(name: str) -> Target:
+# With time steps within limits, which prompts have and single tokens have not.
+LIMITED = {
+    f"{name}:limited": {**STATEFUL[name], "time_step_limit": (0.02, 0.5)}
+    for name in ("mamba2", "bamba", "falcon_h1", "granitemoehybrid")
+}
+UNLIKE = "zamba2", "nemotron_h", *LIMITED
+IN_FLOAT32 = "mamba", "falcon_mamba", "mamba2", "zaya"  # what layers pass on, in any type
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> Target:
     """A small random target."""
-    return Target(tiny_model(name, STATEFUL[name]))
+    return Target(tiny_model(name, {**STATEFUL, **LIMITED}[name]).to(dtype))
+
+
+def cache_of(target: Target, *texts: Sequence[int]) -> StateCache:
+    """What is kept of texts that are read as prompts."""
+    cache, (ids, lengths) = target.new_cache(), padded(texts, target.device)
+    prefill(target, ids, lengths, NO_FEATURES, cache, room=8)
+    assert isinstance(cache, StateCache)
+    return cache
+
+
+def step(
+    target: Target, cache: StateCache, tokens: Sequence[Sequence[int]], parents: Sequence[int]
+) -> torch.Tensor:
+    """The logits [B, N, V] of a pass over the same tree in each row, after what the cache holds."""
+    assert cache.lengths is not None
+    visible = ancestor_mask(torch.tensor([parents]))
+    places = cache.lengths[:, None] + visible.sum(-1) - 1
+    mask = target.tree_mask(cache, visible)
+    return target.run(torch.tensor(tokens), places, mask, NO_FEATURES, cache).logits
+
+
+def check_same(found: StateCache, expected: StateCache) -> None:
+    """That texts go on alike from two caches."""
+    assert found.lengths is not None and expected.lengths is not None
+    assert found.lengths.tolist() == expected.lengths.tolist()
+    for mine, theirs in zip(found.running, expected.running, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    for mine, theirs in zip(found.states, expected.states, strict=True):
+        for row, length in enumerate(expected.lengths.tolist()):
+            columns = (each[row, :, :length] for each in (mine, theirs))
+            torch.testing.assert_close(*columns, rtol=1e-3, atol=1e-4)
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
     """Random prompts."""
     torch.manual_seed(1)
     return [torch.randint(1, VOCAB, (n,)).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("name", first_stage([*STATEFUL, *LIMITED], (*KINDS, "mamba2:limited")))
+def test_a_text_goes_on_where_its_tokens_leave_what_a_prompt_leaves(name: str) -> None:
+    """A prompt of a second turn has the tokens of an answer, which were read one by one."""
+    target, [text] = made(name), prompts_of(12)
+    cache = cache_of(target, text[:6])
+    for place in range(6, 10):
+        step(target, cache, [text[place : place + 1]], [-1])
+        cache.commit(torch.zeros(1, 1, dtype=torch.long), torch.tensor([place + 1]), place + 1)
+    length = cache.cuttable(11)
+    assert length == (6 if name in UNLIKE else 10)
+    assert cache.cuttable(5) == 0, "no state was kept there"
+    cache.cut(length)
+    check_same(cache, cache_of(target, text[:length]))
+
+
+BRANCHED = -1, 0, 0, 1  # a root with two children, of which the first has one
+
+
+def commit(cache: StateCache, paths: Sequence[Sequence[int]]) -> None:
+    """Keep a path of nodes in each row."""
+    assert cache.lengths is not None
+    counts = torch.tensor([len(path) for path in paths])
+    width = max(map(len, paths))
+    table = torch.tensor([[*path, *[0] * (width - len(path))] for path in paths])
+    lengths = cache.lengths + counts
+    cache.commit(table, lengths, int(lengths.max()))
+
+
+def grown(target: Target) -> tuple[StateCache, list[list[int]], list[list[int]]]:
+    """A cache of two rows after two passes over trees, their texts, and those before the last."""
+    texts, cache = prompts_of(5, 8), cache_of(target, *prompts_of(5, 8))
+    before = texts
+    for tokens, paths in (
+        ([[3, 4, 5, 6], [7, 8, 9, 10]], ((0, 2), (0, 1, 3))),
+        ([[11, 12, 13, 14], [15, 16, 17, 18]], ((0, 1, 3), (0,))),
+    ):
+        step(target, cache, tokens, BRANCHED)
+        commit(cache, paths)
+        chosen = [[own[node] for node in path] for own, path in zip(tokens, paths, strict=True)]
+        before, texts = texts, [[*old, *new] for old, new in zip(texts, chosen, strict=True)]
+    return cache, texts, before
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_next", "recurrent_gemma"])
+def test_rows_go_on_after_their_own_last_nodes(name: str) -> None:
+    """Of branched trees, after two passes; each row also where it was before the last."""
+    target = made(name)
+    cache, texts, before = grown(target)
+    check_same(cache, cache_of(target, *texts))
+    for row in (1, 0):
+        alone = copy(cache)
+        alone.keep_rows(torch.tensor([row]))
+        alone.cut(alone.cuttable(len(texts[row]) - 1))
+        check_same(alone, cache_of(target, before[row]))
+
+
+def test_prompts_that_are_read_apart_return_to_their_rows() -> None:
+    """In whatever order: the groups here are rows 1, 2 and 0."""
+    target, texts = made("lfm2"), prompts_of(100, 3, 60)
+    cache, order = target.new_cache(), (1, 2, 0)
+    parts = [cache_of(target, texts[row]) for row in order]
+    cache.collect(parts, [[row] for row in order], 8)
+    for row, text in enumerate(texts):
+        alone = copy(cache)
+        alone.keep_rows(torch.tensor([row]))
+        check_same(alone, cache_of(target, text))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2:limited", "zamba2"])
+def test_rows_that_join_bring_their_states(name: str) -> None:
+    """Where tokens leave others than prompts do, those of the prompts are kept for each row."""
+    target = made(name)
+    cache, texts, _ = grown(target)
+    [late] = prompts_of(7)
+    rows = [*texts, late]
+    cache.join_rows(cache_of(target, late), [2, 1, 0])
+    if name == "lfm2":
+        check_same(cache, cache_of(target, *rows[::-1]))
+    prompts = [late, *prompts_of(5, 8)[::-1]] if name in UNLIKE else rows[::-1]
+    step(target, cache, [[3]] * 3, [-1])
+    commit(cache, [(0,)] * 3)
+    for row, prompt in enumerate(prompts):
+        alone = copy(cache)
+        alone.keep_rows(torch.tensor([row]))
+        length = alone.cuttable(int(alone.lengths) - (name not in UNLIKE))
+        assert length == len(prompt)
+        alone.cut(length)
+        check_same(alone, cache_of(target, prompt))
+
+
+@pytest.mark.parametrize("name", first_stage(UNLIKE, ("zamba2",)))
+def test_second_turns_are_those_of_transformers(name: str) -> None:
+    """In chat and while other requests come and go, of all that tokens leave other states of."""
+    target, firsts = made(name), prompts_of(15, 4, 9)
+    decoder = Decoder(target, PromptLookup(4))
+    decoder.memory.most_kept = 3
+    requests = [
+        ServeRequest(prompt, id=n, max_new_tokens=(24, 5, 12)[n]) for n, prompt in enumerate(firsts)
+    ]
+    answers = {answer.id: answer.tokens for answer in decoder.serve(requests, max_rows=2)}
+    for number, first in enumerate(firsts):
+        second = [*first, *answers[number], 5, 7, 9]
+        [answer] = decoder.serve([ServeRequest(second, max_new_tokens=NEW)])
+        assert answer.tokens == generated(target.model, second, NEW)
+        assert answer.reused in (len(first), len(first) - LAST_READ)
+
+
+@pytest.mark.parametrize("name", first_stage(STATEFUL, IN_FLOAT32))
+def test_the_type_of_published_files_loads_and_draws_heads(name: str, make_head) -> None:
+    target = made(name, torch.bfloat16)
+    prompt = prompts_of(6)[0]
+    head = make_head("medusa", target).to(torch.bfloat16)
+    drafted = Decoder(target, drafter_for(head, target)).generate([prompt], max_new_tokens=1)
+    logits = target.model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+    assert logits[drafted.sequences[0][0]] >= 0.99 * logits.max()
 
 
 @pytest.mark.parametrize("name", first_stage(KINDS, ("lfm2", "qwen3_next", "recurrent_gemma")))
@@ -140,7 +302,7 @@ def test_what_states_do_not_go_with_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="mamba has no MTP layer: none of its layers attends"):
         mtp_layer_of(pure.config)
     with pytest.raises(UserError, match="compile is not available for Lfm2ForCausalLM: its layers"):
-        Decoder.from_pretrained(target, compile=True)
+        target.check_compilable()
 
 
 def test_the_docs_name_all_that_work() -> None:
@@ -150,9 +312,12 @@ def test_the_docs_name_all_that_work() -> None:
     assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(STATEFUL)
 
 
-def test_the_model_is_as_it_was_after_a_pass() -> None:
-    target = made("qwen3_next")
+@pytest.mark.parametrize("name", ["qwen3_next", "recurrent_gemma"])
+def test_the_model_is_as_it_was_after_a_pass(name: str) -> None:
+    target = made(name)
+    before = state_of(target.model)
     Decoder(target).generate(prompts_of(5), max_new_tokens=3)
+    assert state_of(target.model) == before
     assert not [part for part in target.model.modules() if "forward" in vars(part)]
 
 

@@ -28,7 +28,8 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.families.recurrent.drafter import DraftReader
 from drafthead.heads.families.recurrent.eagle3 import default_taps
-from drafthead.heads.growing.dynamic import TreeGrowth
+from drafthead.heads.growing.dynamic import Growth, best_tree, open_level, with_children
+from drafthead.heads.growing.levels import Nodes
 from drafthead.heads.layers import decoder_layer
 from drafthead.heads.layers.draft_vocabulary import most_frequent, translated
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
@@ -77,9 +78,9 @@ def drafted_afresh(
     states = [reader.read(read)]
     for depth, token in enumerate(ids[given + 1 :], 1):
         above = torch.ones(1, 1, depth, dtype=torch.bool)
-        parents = torch.zeros(1, 1, dtype=torch.long)
-        states.append(reader.draft(states[-1], parents, token[None, None], depth, above))
-    both = torch.cat([at.outputs for at in states], dim=1)
+        nodes = Nodes(token[None, None], states[-1].states, above, depth)
+        states.append(reader.expand(nodes))
+    both = torch.cat([at.states for at in states], dim=1)
     return head.logits(both, target)[0], both[0]
 
 
@@ -276,22 +277,39 @@ def level_of(log_probs: torch.Tensor, tokens: torch.Tensor):
     return lambda paths: children
 
 
+def root_of(roots: torch.Tensor) -> Growth:
+    return Growth.of(roots, torch.zeros(len(roots), 1, 0))
+
+
+def grown(growth: Growth, log_probs: torch.Tensor, tokens: torch.Tensor) -> Growth:
+    """The growth with a level of children, [B, n, k] of the n best nodes of the level before."""
+    if growth.scores.shape[1] == 1:
+        return with_children(growth, growth.opened, log_probs, tokens)
+    count = log_probs.shape[1]
+    opened = open_level(growth, torch.arange(count), tokens.shape[2])
+    after = with_children(growth, opened.numbers, log_probs, tokens)
+    return after._replace(states=torch.zeros(len(tokens), count, 0))
+
+
+def tree_of(growth: Growth, num_nodes: int) -> TokenTree:
+    slots = torch.arange(min(num_nodes, growth.scores.shape[1]))
+    return best_tree(growth, slots, 5).tree(5, 4)
+
+
 @pytest.mark.parametrize("values", [1, 6, 5000], ids=["all equal", "many ties", "few ties"])
 def test_a_dynamic_tree_is_the_best_one_among_the_candidates(values: int) -> None:
     """Log-probabilities are multiples of 1/1024, 0 among them: a child may equal its parent."""
     batch, width, depth = 20, 4, 5
     generator = torch.Generator().manual_seed(0)
-    growth, levels = TreeGrowth(torch.arange(batch)), []
+    growth, levels = root_of(torch.arange(batch)), []
     for depth_before in range(depth):
         opened = 1 if depth_before == 0 else width
         log_probs = -torch.randint(0, values, (batch, opened, width), generator=generator) / 1024
         tokens = torch.rand(batch, opened, 50, generator=generator).argsort(-1)[..., :width]
         levels.append([level_of(*row) for row in zip(log_probs, tokens, strict=True)])
-        growth.add_children(log_probs, tokens)
-        if depth_before < depth - 1:
-            growth.open_best(torch.arange(width))
+        growth = grown(growth, log_probs, tokens)
     for num_nodes in (2, 9, 30):
-        tree = growth.tree(num_nodes)
+        tree = tree_of(growth, num_nodes)
         assert tree.depths[:, 1:].ge(tree.depths[:, :-1]).all(), "shallow nodes come first"
         for row in range(batch):
             expected = slow_tree(row, [level[row] for level in levels], width, num_nodes)
@@ -515,24 +533,20 @@ def test_low_middle_and_high_layers_are_tapped(num_layers: int, taps: tuple[int,
 
 def test_a_draft_of_nan_still_gives_a_tree_that_begins_with_the_root() -> None:
     """Sorting puts NaN before everything: damaged weights must not cost the answer its root."""
-    growth = TreeGrowth(torch.tensor([7]))
-    growth.add_children(
-        torch.tensor([[[-1.0, float("nan"), -2.0]]]), torch.tensor([[[11, 12, 13]]])
-    )
-    growth.open_best(torch.arange(2))
-    growth.add_children(torch.full((1, 2, 3), float("nan")), torch.arange(20, 26).view(1, 2, 3))
+    log_probs = torch.tensor([[[-1.0, float("nan"), -2.0]]])
+    growth = grown(root_of(torch.tensor([7])), log_probs, torch.tensor([[[11, 12, 13]]]))
+    growth = grown(growth, torch.full((1, 2, 3), float("nan")), torch.arange(20, 26).view(1, 2, 3))
     for num_nodes in (2, 4, 8):
-        tree = growth.tree(num_nodes)
+        tree = tree_of(growth, num_nodes)
         assert tree.tokens[0, 0] == 7 and tree.parents[0, 0] == -1
         above = tree.parents[0, 1:]
         assert (above >= 0).all() and (above < torch.arange(1, num_nodes)).all()
-    assert growth.tree(3).tokens[0].tolist() == [7, 11, 13]
+    assert tree_of(growth, 3).tokens[0].tolist() == [7, 11, 13]
 
 
 def test_a_probability_that_is_rounded_above_one_does_not_go_before_its_parent() -> None:
-    growth = TreeGrowth(torch.tensor([7]))
-    growth.add_children(torch.tensor([[[-0.5, -2.0]]]), torch.tensor([[[11, 12]]]))
-    growth.open_best(torch.arange(1))
-    growth.add_children(torch.tensor([[[1e-6, -1.0]]]), torch.tensor([[[13, 14]]]))
-    assert growth.tree(2).tokens.tolist() == [[7, 11]]
-    assert growth.tree(3).tokens.tolist() == [[7, 11, 13]]
+    growth = root_of(torch.tensor([7]))
+    growth = grown(growth, torch.tensor([[[-0.5, -2.0]]]), torch.tensor([[[11, 12]]]))
+    growth = grown(growth, torch.tensor([[[1e-6, -1.0]]]), torch.tensor([[[13, 14]]]))
+    assert tree_of(growth, 2).tokens.tolist() == [[7, 11]]
+    assert tree_of(growth, 3).tokens.tolist() == [[7, 11, 13]]

@@ -21,7 +21,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import known
+from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.base import HEADS, DraftHead
 from drafthead.heads.families.head_drafter import drafter_for, register_head_drafter
@@ -257,11 +257,11 @@ def test_proposals_keep_to_the_budget_and_say_where_their_children_come_from(
     roots = IDS.gather(1, PLACES[0][:, None])[:, 0]
     random = None if sampling.greedy else RowRandom([1, 2, 3], torch.device("cpu"))
     for budget in drafter.budgets:
-        if random is not None and budget.depth == 0 and drafter.budgets[-1].depth:
+        if random is not None and not budget.levels and drafter.budgets[-1].levels:
             continue  # free drafts beside others are not drawn
         tree = known(session.propose(budget, sampling, random))
         assert tree.num_nodes <= budget.nodes
-        deepest = budget.nodes - 1 if "+" in drafter_name else budget.longest  # of lookup
+        deepest = budget.nodes - 1 if "+" in drafter_name else budget.depth  # of lookup
         assert int(tree.depths.max()) <= tree.max_depth <= deepest
         assert torch.equal(tree.tokens[:, 0], roots)
         check_children(tree)

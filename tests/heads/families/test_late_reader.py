@@ -9,8 +9,8 @@ from drafthead.core.drafting.drafter import Committed
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import known
-from drafthead.heads.families.late_reader import Unread, joined
+from drafthead.core.trees.guesses import known
+from drafthead.heads.families.late_reader import LateCommits, joined
 
 GREEDY = SamplingConfig()
 
@@ -33,7 +33,7 @@ def test_parts_are_put_behind_each_other_row_by_row() -> None:
 
 
 def test_padding_of_a_wide_table_is_cut_off() -> None:
-    unread = Unread()
+    unread = LateCommits()
     unread.add(replace(part(["abcdefghi", "a"], 12), width=9))
     unread.keep_rows(torch.tensor([1]))
     committed = unread.take()
@@ -42,7 +42,7 @@ def test_padding_of_a_wide_table_is_cut_off() -> None:
 
 
 def test_a_narrow_table_is_read_as_it_is() -> None:
-    unread = Unread()
+    unread = LateCommits()
     unread.add(replace(part(["abc", "a"], 5), width=3))
     assert unread.take().tokens.shape == (2, 5)
 

@@ -17,12 +17,12 @@ from drafthead.core.trees.tree import Budget, TokenTree
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.parallel.candidates import (
     CANDIDATES,
-    Block,
-    Candidates,
+    DraftedBlock,
+    Scorer,
     best_first_growth,
     num_candidates,
 )
-from drafthead.heads.families.parallel.drafter import Growing, ParallelSession
+from drafthead.heads.families.parallel.drafter import ParallelSession, Reach
 from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel.transformer import spread_taps
 from drafthead.heads.growing.dynamic import best_tree
@@ -215,11 +215,11 @@ class TiedScorer:
         return self.table[rows, depth, parents], state
 
 
-def block_of(target: Target, make_head, kind: str) -> tuple[ParallelHead, Block]:
+def block_of(target: Target, make_head, kind: str) -> tuple[ParallelHead, DraftedBlock]:
     head = make_head("parallel", target, correction=kind, seed=3)
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(2, 4, HIDDEN, generator=generator)
-    return head, Block(head, hidden, target.project(hidden))
+    return head, DraftedBlock(head, hidden, target.project(hidden))
 
 
 ROOTS = torch.tensor([9, 10])
@@ -259,12 +259,12 @@ def paths_of(tree, row: int) -> list[tuple[int, ...]]:
     return paths
 
 
-def exact(budget: Budget) -> Growing:
+def exact(budget: Budget) -> Reach:
     """Levels and frontier without a spare node."""
-    return Growing(min(budget.depth, 4, budget.nodes - 1), max(1, budget.nodes - 2))
+    return Reach(min(budget.depth, 4, budget.nodes - 1), max(1, budget.nodes - 2))
 
 
-def grown(roots: torch.Tensor, scorer, growing: Growing, nodes: int) -> TokenTree:
+def grown(roots: torch.Tensor, scorer, growing: Reach, nodes: int) -> TokenTree:
     width = scorer.candidates.shape[-1]
     slots = torch.arange(min(nodes, num_candidates(width, *growing)))
     tables = best_tree(best_first_growth(roots, scorer, *growing), slots, growing.levels)
@@ -277,7 +277,7 @@ def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -
     if kind == "ties":
         scorer = TiedScorer(2, 4, 5)
     else:
-        scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
+        scorer = Scorer.of(block_of(target, make_head, kind)[1], ROOTS)
     tree = grown(ROOTS, scorer, exact(budget), budget.nodes)
     for row, root in enumerate(ROOTS.tolist()):
         paths = paths_of(tree, row)
@@ -290,7 +290,7 @@ def test_the_tree_holds_what_a_heap_would_pop(target, make_head, kind, budget) -
 def test_candidates_are_scored_by_the_whole_path_before_them(target, make_head, kind) -> None:
     """The log-probabilities are the corrected logits of the true path, on the candidates."""
     head, block = block_of(target, make_head, kind)
-    scorer = Candidates.of(block, ROOTS)
+    scorer = Scorer.of(block, ROOTS)
     path = torch.tensor([[9, 20, 21, 22], [10, 30, 31, 32]])
     logits = target.project(block.hidden)
     if head.correction is not None:
@@ -309,7 +309,7 @@ def test_candidates_know_which_tokens_they_follow(target, make_head) -> None:
     block.logits[:, 0, 40] = 1000.0  # certainly the first token
     logits = block.logits[:, 1] + head.correction.output(head.correction.embed(torch.tensor([40])))
     wanted = logits.topk(CANDIDATES).indices.sort().values
-    found = Candidates.of(block, ROOTS).candidates[:, 1].sort().values
+    found = Scorer.of(block, ROOTS).candidates[:, 1].sort().values
     assert torch.equal(found, wanted)
     assert not torch.equal(found, block.logits[:, 1].topk(CANDIDATES).indices.sort().values)
 
@@ -321,11 +321,11 @@ def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, no
     if kind == "ties":
         scorer = TiedScorer(2, 4, 5)
     else:
-        scorer = Candidates.of(block_of(target, make_head, kind)[1], ROOTS)
+        scorer = Scorer.of(block_of(target, make_head, kind)[1], ROOTS)
     needed = exact(Budget(nodes, min(4, nodes - 1)))
     trees = [
         best_first_growth(ROOTS, scorer, *growing).best(torch.arange(nodes))
-        for growing in (needed, Growing(4, needed.frontier + 9))
+        for growing in (needed, Reach(4, needed.frontier + 9))
     ]
     (*tables, scores), (*others, other_scores) = trees
     assert all(map(torch.equal, tables, others))
@@ -333,7 +333,7 @@ def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, no
 
 
 def test_a_tree_that_the_candidates_cannot_fill_stays_smaller() -> None:
-    tree = grown(torch.tensor([9]), TiedScorer(1, 2, 2), Growing(2, 62), 64)
+    tree = grown(torch.tensor([9]), TiedScorer(1, 2, 2), Reach(2, 62), 64)
     assert tree.tokens.shape == (1, 1 + 2 + 4)
     assert (tree.max_depth, tree.width) == (2, 2)
     assert num_candidates(width=2, levels=2, frontier=62) == 1 + 2 + 4

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden import Case, cases, name_of
+from golden import Case, cases, features_of, name_of
 from tiny import HIDDEN, VOCAB
 from transformers import AutoModel, LlamaForCausalLM
 from written import DFLASH, DSPARK, LAYERS, TARGET, Outputs, random_head
 
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
-from drafthead.core.target.features import Features, FeatureSpec
+from drafthead.core.sampling import SamplingConfig
+from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
@@ -25,11 +26,6 @@ from drafthead.heads.formats.dflash import default_ids
 from drafthead.heads.formats.exporting import export_head
 from drafthead.heads.formats.keys import our_taps
 from drafthead.infer import Decoder
-
-
-def features_of(joined: torch.Tensor, head: ParallelHead) -> Features:
-    """Taps [B, T, D] each from taps side by side [B, T, taps x D]; the last state is not read."""
-    return Features(joined[..., :1], joined.chunk(len(head.config.taps), dim=-1))
 
 
 def session_behind(head: ParallelHead, target: Target, ids: torch.Tensor, joined: torch.Tensor):
@@ -86,8 +82,6 @@ def rounds(head: ParallelHead, target: Target, io: Outputs, starts: tuple[int, i
 
 def filled_chain(session: ParallelSession) -> torch.Tensor:
     """The chain [1, K] that decoding would propose."""
-    from drafthead.core.sampling import SamplingConfig
-
     tree = session.propose(session.drafter.budgets[-1], SamplingConfig(), None)
     return tree.tokens[:, 1:]
 
@@ -101,19 +95,13 @@ def test_blocks_are_those_of_z_lab(case: Case) -> None:
     head = load_head(case.path, case.target)
     found = rounds(head, case.target, case.io, (11, 14))
     for name in ("round1_expected_hidden", "round2_expected_hidden"):
-        assert_as_recorded(
-            case, found[name], case.io[name][:, 1:]
-        )  # their first slot drafts nothing
+        case.assert_close(found[name], case.io[name][:, 1:])  # their first slot drafts nothing
     for number in (1, 2):
         logits = case.io[f"round{number}_expected_logits"]
-        assert_as_recorded(case, found[f"round{number}_expected_base_logits"], logits[:, 1:])
+        case.assert_close(found[f"round{number}_expected_base_logits"], logits[:, 1:])
     assert torch.equal(
         found["round1_expected_draft_tokens"], case.io["round1_expected_draft_tokens"]
     )
-
-
-def assert_as_recorded(case: Case, found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, **case.about["tolerance"])
 
 
 @pytest.mark.parametrize("case", cases("dflash_zlab/*"), ids=name_of)
@@ -217,7 +205,7 @@ def test_blocks_are_those_of_speculators(case: Case) -> None:
     unused = head.config.block_size - head.depth  # the anchor's slot of DFlash drafts nothing
     for name, value in found.items():
         theirs = case.io[name].reshape(2, head.config.block_size, *value.shape[2:])[:, unused:]
-        assert_as_recorded(case, value, theirs.reshape(value.shape))
+        case.assert_close(value, theirs.reshape(value.shape))
 
 
 # What we write

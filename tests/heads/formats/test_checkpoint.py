@@ -82,7 +82,8 @@ def test_a_head_of_other_weights_is_taken_and_named(make_head, make_target, tmp_
     load_head(tmp_path / "head", other)
     assert caplog.messages == [
         f"{tmp_path / 'head'} was trained for some/target, and this target has other weights: "
-        f"acceptance may be low; `drafthead build --init-from {tmp_path / 'head'}` adapts it"
+        "acceptance may be low; `drafthead build --target MODEL --init-from "
+        f"{tmp_path / 'head'} --output DIR --minutes 30` adapts it"
     ]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden import Case, cases, name_of
+from golden import Case, cases, features_of, name_of
 from tiny import HIDDEN, VOCAB
 from written import EAGLE3, Outputs, random_head
 
@@ -14,7 +14,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.core.trees.tree import Budget, TokenTree
+from drafthead.core.trees.tree import Budget
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.families.recurrent.drafter import DraftReader
@@ -23,16 +23,13 @@ from drafthead.heads.families.recurrent.head import Unrolled
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import export_head
+from drafthead.heads.growing.levels import Nodes
 from drafthead.heads.layers.cache import DraftCache
 from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.infer import Decoder
 
+OF_TREES = ("draft_tokens", "position_ids", "tree_mask")
 BLIND = {"mask_token": 5, "num_layers": 2}  # P-EAGLE
-
-
-def features_of(joined: torch.Tensor, head: Eagle3Head) -> Features:
-    """Taps [B, T, D] each from taps side by side [B, T, taps x D]; the last state is not read."""
-    return Features(joined[..., :1], joined.chunk(len(head.config.taps), dim=-1))
 
 
 def outputs_at_all(head: Eagle3Head, target: Target, taps: Features, ids: torch.Tensor):
@@ -66,14 +63,14 @@ def recurrent_outputs(head: Eagle3Head, target: Target, io: Outputs) -> Outputs:
         "expected_draft_logits_full": head.logits(everywhere, target),
     }
     reader, tokens = DraftReader(drafter_for(head, target), len(ids)), []
-    state, above = reader.read(all_positions(ids, taps)), torch.zeros(len(ids), 1, dtype=torch.long)
+    state = reader.read(all_positions(ids, taps))
     for step in range(3):
-        logits = head.logits(state.outputs, target)
+        logits = head.logits(state.states, target)
         found[f"rec_expected_draft_logits_step{step}"] = logits
         tokens.append(guesses(head, logits))
         visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
-        state = reader.draft(state, above, tokens[-1], step + 1, visible)
-        found[f"rec_expected_out_step{step}"] = state.outputs
+        state = reader.expand(Nodes(tokens[-1], state.states, visible, step + 1))
+        found[f"rec_expected_out_step{step}"] = state.states
     return {**found, "rec_expected_draft_tokens_target_ids": torch.cat(tokens, dim=1)}
 
 
@@ -100,12 +97,6 @@ def test_without_ids_the_layers_whose_input_the_authors_read_are_tapped(case: Ca
     case.assert_close(drafted, "target_expected_draft_out")
 
 
-def assert_same_tree(tree: TokenTree, case: Case, prefix: str) -> None:
-    assert torch.equal(tree.tokens, case.io[f"{prefix}_draft_tokens"])
-    assert torch.equal(tree.depths[0], case.io[f"{prefix}_position_ids"])
-    assert torch.equal(tree.ancestors[0].float(), case.io[f"{prefix}_tree_mask"][0, 0])
-
-
 @pytest.mark.parametrize("case", cases("eagle3/*"), ids=name_of)
 @torch.no_grad()
 def test_dynamic_trees_are_those_of_the_authors(
@@ -122,33 +113,13 @@ def test_dynamic_trees_are_those_of_the_authors(
         session = drafter_for(head, case.target).start(ids, torch.tensor([ids.shape[1]]))
         session.commit(first)
         tree = session.propose(budget, SamplingConfig(), None)
-        assert_same_tree(tree, case, f"tree{number}")
+        case.assert_tree(tree, *(f"tree{number}_{part}" for part in OF_TREES))
         if number == 0:
             new = io["second_call_features3_new"]
             tokens = io["second_call_input_ids"][:, -new.shape[1] :]
             session.commit(all_positions(tokens, features_of(new, head)))
             tree = session.propose(budget, SamplingConfig(), None)
-            assert_same_tree(tree, case, "second_call")
-
-
-@pytest.mark.parametrize("case", cases("e2e_eagle3/*"), ids=name_of)
-def test_decoding_takes_the_same_steps_as_the_authors(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = case.target
-    head = load_head(case.path, target)
-    for run in case.decode["runs"]:
-        monkeypatch.setattr(recurrent_passes, "DYNAMIC_WIDTH", run["top_k"])
-        budget = Budget(run["total_token"], run["depth"] + 1)
-        decoder = Decoder(target, drafter_for(head, target), budget)
-        decoder.end_ids = frozenset()
-        for expected in run["prompts"]:
-            prompt = case.decode["prompts"][expected["prompt"]]["ids"]
-            output, steps = expected["output_ids"], expected["accept_lengths"]
-            result = decoder.generate([prompt], max_new_tokens=len(output))
-            assert result.sequences[0] == output
-            # Theirs leaves the bonus token out, and its last step is not cut to what is wanted.
-            assert [n - 1 for n in result.stats.accept_lengths[0]][:-1] == steps[:-1]
+            case.assert_tree(tree, *(f"second_call_{part}" for part in OF_TREES))
 
 
 # Training-time test, as speculators runs it
@@ -177,9 +148,7 @@ def test_training_time_steps_are_those_of_speculators(case: Case) -> None:
     head = load_head(case.path, case.target)
     case.assert_close(head.encode(features_of(case.io["hidden_states"], head)), "fc_out")
     for name, found in unrolled_outputs(head, case.target, case.io).items():
-        tolerance = case.about["tolerance"]
-        expected = case.io[name][:, : found.shape[1]]
-        torch.testing.assert_close(found, expected, **tolerance)
+        case.assert_close(found, case.io[name][:, : found.shape[1]])
 
 
 @pytest.mark.parametrize("case", cases("speculators_eagle3/*"), ids=name_of)
@@ -208,8 +177,7 @@ def test_drafting_ahead_of_any_token_is_that_of_p_eagle(case: Case) -> None:
             continue
         for kind in ("prenorm_hidden", "logits"):
             found = steps[f"expected_{kind}_ttt{depth}"][0, anchor]
-            expected = case.io[f"expected_{kind}"][0, row]
-            torch.testing.assert_close(found, expected, **case.about["tolerance"])
+            case.assert_close(found, case.io[f"expected_{kind}"][0, row])
         compared += 1
     assert compared > 20
 
@@ -228,11 +196,11 @@ def test_a_blind_head_drafts_in_one_pass_what_it_would_step_by_step(blind) -> No
     committed = Committed(ids, taps, torch.tensor([6, 4]))
     at_once, stepwise = (DraftReader(drafter_for(head, target), len(ids)) for _ in range(2))
     ahead = at_once.draft_blindly(ids[:, 0], at_once.read(committed), 4)
-    state, above = stepwise.read(committed), torch.zeros(2, 1, dtype=torch.long)
+    state = stepwise.read(committed)
     for depth in (1, 2, 3):
         visible = torch.ones(1, 1, depth, dtype=torch.bool)
-        state = stepwise.draft(state, above, ids[:, :1], depth, visible)
-        torch.testing.assert_close(ahead.outputs[:, depth - 1 : depth], state.outputs)
+        state = stepwise.expand(Nodes(ids[:, :1], state.states, visible, depth))
+        torch.testing.assert_close(ahead.states[:, depth - 1 : depth], state.states)
 
 
 def test_a_blind_head_decodes_exactly(blind) -> None:

@@ -21,6 +21,7 @@ from drafthead.heads.families.sequential.mlp_speculator import MlpSpeculator
 from drafthead.heads.formats import load_head, read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.exporting import StandIn
+from drafthead.heads.growing.levels import Nodes
 from drafthead.heads.layers.cache import DraftCache
 
 
@@ -91,8 +92,7 @@ def hydra_outputs(head: HydraHeads, target: Target, io: Outputs) -> Outputs:
 def test_hydra_heads_are_those_of_the_authors(case: Case) -> None:
     head = load_head(case.path, case.target)
     for name, tensor in hydra_outputs(head, case.target, case.io).items():
-        expected = case.io[name][:, : tensor.shape[1]]
-        torch.testing.assert_close(tensor, expected, **case.about["tolerance"])
+        case.assert_close(tensor, case.io[name][:, : tensor.shape[1]])
 
 
 @pytest.mark.parametrize("case", cases("hydra/hydra*"), ids=name_of)
@@ -106,9 +106,8 @@ def test_hydra_proposes_the_tree_of_the_authors(case: Case) -> None:
     tokens = torch.cat([ids[:, 1:], root[:, None]], dim=1)
     session.commit(Committed(tokens, Features(hidden), torch.tensor([ids.shape[1]])))
     tree = session.propose(drafter.budgets[-1], SamplingConfig(), None)
-    assert torch.equal(tree.tokens, io["proposal_tree_candidates"])
-    assert torch.equal(tree.depths[0], io["proposal_position_ids"])
-    assert torch.equal(tree.ancestors[0].float(), io["proposal_attn_mask"][0, 0])
+    names = ("tree_candidates", "position_ids", "attn_mask")
+    case.assert_tree(tree, *(f"proposal_{name}" for name in names))
 
 
 # EAGLE
@@ -131,7 +130,7 @@ def eagle_outputs(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     for name, part in (("prefill", slice(12)), ("inc1", slice(12, 13)), ("inc3", slice(13, 16))):
         lengths = torch.full((len(ids),), ids[:, part].shape[1])
         new = Committed(ids[:, part], Features(features[:, part]), lengths)
-        found[f"expected_out_{name}"] = reader.read(new).outputs
+        found[f"expected_out_{name}"] = reader.read(new).states
     return {**found, **eagle_chain(head, target, io)}
 
 
@@ -142,14 +141,13 @@ def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
     features = Features(io["chain_target_last_hidden"])
     reader, found, drafted = DraftReader(drafter_for(head, target), len(ids)), {}, []
     state = reader.read(Committed(tokens, features, torch.tensor([ids.shape[1]])))
-    above = torch.zeros(1, 1, dtype=torch.long)
     for step in range(3):
-        logits = head.logits(state.outputs, target)
+        logits = head.logits(state.states, target)
         found[f"chain_expected_logits_step{step}"] = logits
         drafted.append(logits.argmax(-1))
         visible = torch.ones(1, 1, step + 1, dtype=torch.bool)
-        state = reader.draft(state, above, drafted[-1], step + 1, visible)
-        found[f"chain_expected_out_step{step}"] = state.outputs
+        state = reader.expand(Nodes(drafted[-1], state.states, visible, step + 1))
+        found[f"chain_expected_out_step{step}"] = state.states
     return {**found, "chain_expected_draft_tokens": torch.cat(drafted, dim=1)}
 
 
@@ -158,8 +156,8 @@ def eagle_chain(head: RecurrentHead, target: Target, io: Outputs) -> Outputs:
 def test_eagle_features_are_those_of_the_authors(case: Case) -> None:
     head = load_head(case.path, case.target)
     for name, tensor in eagle_outputs(head, case.target, case.io).items():
-        expected = case.io[name][:, -tensor.shape[1] :]  # pieces are known by their last position
-        torch.testing.assert_close(tensor, expected, **case.about["tolerance"])
+        # Pieces are known by their last position.
+        case.assert_close(tensor, case.io[name][:, -tensor.shape[1] :])
 
 
 # MLP speculators

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from drafthead.core.errors import UserError
-from drafthead.heads.formats.checkpoint import SHIPPED_HEADS, local_copy, may_be_hub_id
+from drafthead.core.storage.names import SHIPPED_HEADS, may_be_hub_id
+from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.files import behind_hub_link, read_json
 
 ROOT = Path(__file__).parents[3]

@@ -26,7 +26,7 @@ from drafthead.heads.formats.mtp import split
 from drafthead.heads.layers.own_layer import mtp_layer_of
 from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.infer import Decoder
-from drafthead.infer.loaded import kind_of_path
+from drafthead.infer.loading.loaded import kind_of_path
 from drafthead.lab.tracing import trace
 from drafthead.train.run.trainables import new_head
 
@@ -107,7 +107,11 @@ def chain_of(layers: MtpModel, target: Target, ids: list[int], depth: int) -> li
     """What transformers' layer drafts after the last of these tokens, in whole passes."""
     tokens = torch.tensor([ids])
     places = torch.arange(len(ids) - 1)[None]
-    states = target.run(tokens[:, :-1], places, None, FeatureSpec()).features.last
+    # The state that transformers' own decoding feeds it, which is the one after the final norm.
+    read = target.model(tokens[:, :-1], output_hidden_states=True)
+    states = read.hidden_states[-1]
+    normed = target.run(tokens[:, :-1], places, None, FeatureSpec()).features.last
+    assert torch.allclose(states, normed, atol=1e-5)
     drafted = []
     for _ in range(depth):
         places = torch.arange(states.shape[1])[None]

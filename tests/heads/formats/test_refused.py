@@ -15,7 +15,6 @@ from damaged import (
     OUR_BLOCK,
     OURS,
     Grown,
-    Live,
     changed,
     reconfigured,
     size_of,
@@ -23,6 +22,7 @@ from damaged import (
     time_limit,
     weights_of,
 )
+from peak_memory import PeakMemory
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -54,10 +54,10 @@ def refusal(folder: Path, whole: Path) -> str:
     """The sentence with which a checkpoint is refused by all who read it."""
     target, found = target_of(whole), []
     for facts in (TargetFacts(), TargetFacts.of(target)):
-        with time_limit(SECONDS), Live() as live, pytest.raises(UserError) as caught:
+        with time_limit(SECONDS), PeakMemory() as live, pytest.raises(UserError) as caught:
             read_foreign(folder, facts)
         found.append(str(caught.value))
-        assert live.most <= 4 * size_of(folder)
+        assert live.peak <= 4 * size_of(folder)
     assert len(set(found)) == 1
     assert found[0].isprintable() and len(found[0]) <= 500
     return found[0]
@@ -85,9 +85,9 @@ def test_a_sparse_file_is_refused(copied: Callable[[str], Path], whole: Path) ->
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2**30)
-    with Live() as live:
+    with PeakMemory() as live:
         assert "is sparse: 4,096 of its 1,073,741," in refusal(folder, whole)
-    assert live.most < 2**20
+    assert live.peak < 2**20
 
 
 def test_a_pickle_of_many_objects_is_refused_before_they_are_made(

@@ -107,7 +107,7 @@ def test_a_loss_that_does_not_exist_is_refused_with_the_choices(family: str):
 
 @pytest.mark.parametrize("decay", [0, -0.5, 1.5])
 def test_a_decay_outside_its_range_is_refused(decay: float):
-    with pytest.raises(ValueError, match=f"depth_decay must lie in .*got {decay}"):
+    with pytest.raises(ValueError, match=f"depth_decay must be .*got {decay}"):
         MedusaConfig(depth_decay=decay)
 
 

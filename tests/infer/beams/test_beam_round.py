@@ -9,7 +9,7 @@ from drafthead.infer.beams.beam_round import (
     NEVER,
     BeamRules,
     Beams,
-    Candidates,
+    Extensions,
     best_extensions,
     candidates_of,
     next_round,
@@ -21,10 +21,10 @@ RULES = BeamRules(2, 1.0, False, frozenset({STOP}), limit=9)
 BEGUN = replace(Beams.first(2), running=[(A,), (B,)], scores=torch.tensor([-1.0, -2.0]))
 
 
-def candidates(*found: tuple[int, int, float]) -> Candidates:
+def candidates(*found: tuple[int, int, float]) -> Extensions:
     """Of (beam, token, score) each."""
     parents, tokens, scores = zip(*found, strict=True)
-    return Candidates(torch.tensor(scores), parents, tokens)
+    return Extensions(torch.tensor(scores), parents, tokens)
 
 
 def test_the_best_extensions_are_the_best_sums_over_all_beams() -> None:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Tex
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import known
+from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.beams.beam_round import BeamRules, Beams, is_over
@@ -20,6 +20,7 @@ from drafthead.infer.beams.beam_search import BeamStepper
 from drafthead.infer.drafters.draft_model import DraftModel
 from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup
 from drafthead.infer.engine.batch_run import BatchRun
+from drafthead.infer.planning.planner import FixedPlan
 from drafthead.infer.request.options import read_options
 from drafthead.infer.verifiers import verifier_for
 from drafthead.lab.tracing import trace
@@ -121,9 +122,9 @@ def test_each_beam_drafts_as_a_prompt_of_the_same_text_would(
     stepper = stepper_of(decoder, PROMPTS)
     budget = drafter.budgets[-1]
     with torch.no_grad():
-        session = stepper.begin(drafter, None)
+        session, _ = stepper.begin(drafter, None)
         for _ in range(4):
-            stepper.step_in_calls(session, stepper.propose(session, budget))
+            stepper.step(session, FixedPlan(budget))
         drafted = known(session.propose(budget, GREEDY, None))
         prompts = [PROMPTS[each.number] for each in stepper.searches for _ in range(4)]
         texts = [

@@ -100,7 +100,7 @@ def test_wider_trees_promise_more(target, model) -> None:
 def test_sizes_beside_lookup_are_those_of_the_drafter_and_free_ones(target, model) -> None:
     both = WithLookup(DraftModel(model, target, depth=2), None)
     assert isinstance(both.lookup, PromptLookup)
-    assert {*both.drafter.budgets} == {size for size in both.budgets if size.depth}
+    assert {*both.drafter.budgets} == {size for size in both.budgets if size.levels}
 
 
 # ---- drafts that are smaller than the target's texts ------------------------------------------

@@ -9,7 +9,7 @@ from lookup_texts import past_of
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features
-from drafthead.core.trees.tree import Budget
+from drafthead.core.trees.tree import Budget, Free
 from drafthead.infer.drafters.history import MAX_NGRAM, MEMORY, MatchRecord
 from drafthead.infer.drafters.lookup import PromptLookup
 
@@ -101,8 +101,8 @@ def test_free_drafts_are_guesses_and_a_smaller_one_is_a_part_of_the_last() -> No
     session = PromptLookup(4, least=2).start(torch.tensor([[1, 2, 3, 4, 5, 1]]), torch.tensor([6]))
     there = torch.tensor([[2, 3, 4, 5, 1, 2]])
     session.commit(Committed(there, Features(None, ()), torch.tensor([6])))
-    large = session.propose(Budget(8, 0), SamplingConfig(), None)
-    small = session.propose(Budget(3, 0), SamplingConfig(), None)
+    large = session.propose(Free(8), SamplingConfig(), None)
+    small = session.propose(Free(3), SamplingConfig(), None)
     assert large.tree().tokens.tolist() == [[2, 3, 4, 5, 1]]
     assert small.tree().tokens.tolist() == [[2, 3, 4]]
     assert session.propose(Budget(3, 2), SamplingConfig(), None).tokens.tolist() == [[2, 3, 4]]

@@ -17,7 +17,7 @@ from drafthead.heads.growing.growing_tree import GrowingTree
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.history import MEMORY
 from drafthead.infer.drafters.ngram_table import NgramTable
-from drafthead.infer.drafters.store_lookup import LEVELS, Counted, Earlier, StoreLookup
+from drafthead.infer.drafters.store_lookup import LEVELS, Continuations, Earlier, StoreLookup
 from drafthead.lab.reports.index import accepted, replayed, tokens_a_pass
 
 
@@ -27,7 +27,7 @@ def grown_tree(first: str, texts: dict[str, float], nodes: int, depth: int = 9) 
     chain = letters(first)[: min(nodes, depth)]
     scores = [math.log(0.5) * place for place in range(1, len(chain) + 1)]
     tree.add_tree(GuessTree.chain(chain, scores))
-    counted = Counted.of((weight, letters(text)) for text, weight in texts.items())
+    counted = Continuations.of((weight, letters(text)) for text, weight in texts.items())
     tree.add_heaviest(counted, [0.8**place for place in range(1, depth + 1)], nodes, depth)
     return tree.tree
 

@@ -13,7 +13,7 @@ from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.logit_finish import Finish
 from drafthead.core.target.target import Target, TargetOutput
-from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import Budget
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.draft_model import DraftModel

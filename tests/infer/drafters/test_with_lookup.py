@@ -10,7 +10,7 @@ from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import GuessTree
-from drafthead.core.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask
+from drafthead.core.trees.tree import PADDING, Budget, Free, TokenTree, TreeShape, ancestor_mask
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.ngram_table import NgramTable
 from drafthead.infer.drafters.store_lookup import StoreLookup
@@ -94,7 +94,7 @@ def test_trees_of_rules_that_draw_have_nothing_of_lookup(target, make_drafter) -
     session = session_after(make_drafter("self+lookup", target), [10, 11, 12, 10, 11])
     random = RowRandom([1], torch.device("cpu"))
     random.begin_step([8])
-    assert session.lookup.guesses(Budget(8, 0), follows=True).num_nodes > 1
+    assert session.lookup.guesses(Free(8), follows=True).num_nodes > 1
     tree = session.propose(Budget(8, 3), SamplingConfig(temperature=1.0), random)
     assert tree.draft_probs is not None
 
@@ -103,8 +103,8 @@ def test_trees_of_lookup_alone_ask_the_drafter_for_nothing(target, make_drafter)
     drafter = make_drafter("self+lookup", target)
     session = session_after(drafter, [10, 11, 12, 13, 14, 10, 11])
     session.session.propose = None  # whoever calls it fails
-    budget = Budget(4, 0)
-    assert budget in drafter.budgets and drafter.budgets[-1].depth
+    budget = Free(4)
+    assert budget in drafter.budgets and drafter.budgets[-1].levels
     guesses = session.propose(budget, GREEDY, None)
     assert guesses.tree().tokens.tolist() == [[11, 12, 13, 14]]
 

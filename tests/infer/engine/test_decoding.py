@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import LEAST_DRAFT_PROBABILITY, RowRandom, SamplingConfig
-from drafthead.core.trees.recipe import Proposal
+from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import TokenTree
 from drafthead.infer import Decoder
 from drafthead.infer.planning.planner import Planner, Propose

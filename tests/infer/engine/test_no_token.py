@@ -1,20 +1,19 @@
 """Logits that describe no distribution end in an error that names the prompt, never in a token."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
+from rehearsal import rehearse
 from tiny import END
-from traced import graphs_are_traced
 from transformers import LogitsProcessor
 
-from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import TokenTree, TreeShape
-from drafthead.heads.growing.levels import Guesses, Level, filled_tree, levels_of
+from drafthead.heads.growing.levels import Guess, Nodes, filled_tree, levels_of
 from drafthead.infer import Decoder
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -69,21 +68,15 @@ def test_a_single_logit_that_is_no_number_is_an_error_too(target, options) -> No
         Decoder(Target(model)).generate(PROMPTS, **SHORT, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        pytest.param({}, nullcontext, marks=pytest.mark.thorough, id="greedy, compiled"),
-        pytest.param({}, graphs_are_traced, id="greedy, traced"),
-        pytest.param(SAMPLED, graphs_are_traced, id="drawn, traced"),
-    ],
-)
-def test_a_compiled_step_names_the_row_as_well(make_target, options, code) -> None:
-    """The prompts are read eagerly; the token after them spoils the first graph's step."""
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
+def test_a_recorded_step_names_the_row_as_well(make_target, options, monkeypatch) -> None:
+    """The prompts are read eagerly; the token after them spoils the first recorded step."""
+    rehearse(monkeypatch)
     target = make_target(seed=1, layers=1)
     broken = spoiled(target, second_answer(target, options))
     message = "no token can be chosen after 1 new tokens of prompt 1"
-    with code(), pytest.raises(UserError, match=message):
-        Decoder(CompiledTarget(broken)).generate(PROMPTS, **SHORT, **options)
+    with pytest.raises(UserError, match=message):
+        Decoder(RecordedTarget(broken)).generate(PROMPTS, **SHORT, **options)
 
 
 class NothingAfterEnd(LogitsProcessor):
@@ -111,14 +104,16 @@ def test_a_node_without_a_law_is_accepted_as_any_other(name) -> None:
     random = OneStream(count, torch.Generator().manual_seed(0))
     shape = TreeShape.from_paths([(0,), (1,), (0, 0)])
 
-    def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
-        return torch.zeros(*tokens.shape, 4), torch.arange(4).expand(*tokens.shape, 4)
+    def expand(nodes: Nodes) -> Guess:
+        ids = torch.arange(4).expand(*nodes.tokens.shape, 4)
+        return Guess(nodes.states, torch.zeros(ids.shape), ids, nodes.states)
 
     tree: TokenTree = filled_tree(
         shape,
         levels_of(shape, torch.device("cpu")),
         torch.zeros(count, dtype=torch.long),
-        guess,
+        torch.zeros(count, 1, 0),
+        expand,
         SamplingConfig(temperature=1.0),
         random,
     )
@@ -160,7 +155,7 @@ def test_a_dead_end_beside_the_text_is_no_error(target, make_drafter, drafter) -
     assert answered > 5
 
 
-@pytest.mark.parametrize("name", ["top_k", "distance", "typical"])
+@pytest.mark.parametrize("name", ["top_k", "typical"])
 def test_a_lossy_rule_does_not_lead_into_a_dead_end(name) -> None:
     """Token 1 is good enough and nothing follows it; token 0 is the target's own choice."""
     rule = VERIFIERS[name]

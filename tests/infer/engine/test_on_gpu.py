@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import placed, random_prompts, tiny_llama
 
-from drafthead.backends.compiled_target import CompiledTarget
-from drafthead.backends.cuda.recordings import Recording, Recordings
+from drafthead.backends.cuda.recorded import Recorded, Recording
+from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.core import host
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.target.target import Target
@@ -62,7 +62,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     expected = OracleDecoder(gpu_target).generate(prompts, max_new_tokens=24).sequences
     # The tree kernel in every head; compiled layers and growth in one, as each takes seconds.
     fuses = drafter_name == "eagle3:own"
-    target = CompiledTarget(gpu_target, fuses=fuses) if compiled else gpu_target
+    target = RecordedTarget(gpu_target, fuses=fuses) if compiled else gpu_target
     if compiled:
         drafter.compile(target)
     assert Decoder(target, drafter).generate(prompts, max_new_tokens=24).sequences == expected
@@ -72,7 +72,7 @@ def test_greedy_text_is_that_of_plain_decoding(
 def test_steps_wait_for_the_gpu_once(
     law: dict[str, Any], gpu_target: Target, strict_waiting: None
 ) -> None:
-    decoder = Decoder(CompiledTarget(gpu_target))
+    decoder = Decoder(RecordedTarget(gpu_target))
     steps = decoder.steps(random_prompts(3), max_new_tokens=64, **law)
     for _ in range(20):  # the prompt, compiling and recording
         next(steps)
@@ -81,7 +81,7 @@ def test_steps_wait_for_the_gpu_once(
 
 
 def test_a_second_answer_makes_no_recording(gpu_target: Target, monkeypatch) -> None:
-    decoder = Decoder(CompiledTarget(gpu_target))
+    decoder = Decoder(RecordedTarget(gpu_target))
     prompts = random_prompts(3)
     first = decoder.generate(prompts, max_new_tokens=64)
     made: list[Recording] = []
@@ -101,7 +101,7 @@ def test_recordings_can_be_made_while_only_a_result_of_older_ones_is_left() -> N
         return x * 2
 
     for size in range(3, 6):
-        calls = Recordings(double, held=[])
+        calls = Recorded(double, held=[])
         found = calls(torch.ones(size, device="cuda"))
         assert calls.failures == 0 and found.tolist() == [2.0] * size
         kept = next(iter(calls.recordings.values())).value  # in the recordings' memory

@@ -5,14 +5,9 @@ import copy
 import pytest
 import torch
 from tiny import random_prompts
-from traced import graphs_are_traced
 
-from drafthead.backends.compiled import Compiled
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.core.trees.tree import Budget
-from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.infer.decoder import Decoder
 from drafthead.infer.engine.prefill import padded, prefill
 
 PROMPTS = random_prompts(5)
@@ -61,16 +56,3 @@ def test_logits_after_a_prompt_have_the_same_bits_alone_and_in_a_batch(packed) -
     logits = packed.next_logits(hidden)
     for row in range(len(PROMPTS)):
         assert torch.equal(packed.next_logits(hidden[row : row + 1])[0], logits[row])
-
-
-def test_a_head_reads_prompts_of_other_lengths_with_the_same_graph(packed, make_head) -> None:
-    with graphs_are_traced():
-        target = Target(packed.model).compiled()
-        drafter = drafter_for(make_head("eagle3", target).to(torch.bfloat16), target, None)
-        drafter.compile()
-        decoder = Decoder(target, drafter, Budget(3, 2))
-        decoder.generate([[9, 10, 11]], max_new_tokens=8)
-        before = Compiled.made
-        for length in (5, 60, 200):
-            decoder.generate([[9 + n % 40 for n in range(length)]], max_new_tokens=8)
-    assert Compiled.made == before

@@ -1,4 +1,4 @@
-"""Compiled steps as a GPU runs them: recorded once for each shape, then repeated.
+"""Steps as a GPU runs them: recorded once for each shape, then repeated.
 
 A rehearsal stands for CUDA graphs, and the functions are not compiled, so this needs neither.
 """
@@ -15,20 +15,21 @@ from stages import more
 from tiny import BUSHY, END, VOCAB, random_prompts, tiny_llama
 from transformers import GenerationConfig
 
-from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.backends.cuda.tree_kernels import is_old
 from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.cache_memory import CacheMemory, power_of_two
 from drafthead.core.sampling import NO_TOKEN
 from drafthead.core.target.target import Target
-from drafthead.core.trees.recipe import NO_NODE, TreeRecipe
-from drafthead.core.trees.tree import PADDING, TokenTree
+from drafthead.core.trees.tree import PADDING, Budget, TokenTree
+from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.infer.decoder import Decoder, decoder_for
 from drafthead.infer.engine import stepper
-from drafthead.infer.engine.batch_run import Batch
+from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.step import Launched
-from drafthead.infer.running_rows import ServedRows
+from drafthead.infer.request.request import Request
+from drafthead.infer.scheduling.running_rows import ServedRows
 from drafthead.infer.serving import ServeRequest
 from drafthead.infer.verifiers.base import follow
 from drafthead.lab.exactness.oracle import OracleDecoder
@@ -46,13 +47,84 @@ def test_recorded_steps_decode_what_plain_decoding_does(
     make_drafter: Callable[[str, Target], Drafter],
     rehearsal: Rehearsal,
 ) -> None:
-    drafter = make_drafter(drafter_name, target)
-    drafter.compile()
+    recorded, drafter = RecordedTarget(target), make_drafter(drafter_name, target)
+    drafter.compile(recorded)
     prompts = random_prompts(5)
-    compiled = Decoder(CompiledTarget(target), drafter)
+    compiled = Decoder(recorded, drafter)
     expected = OracleDecoder(target).generate(prompts, max_new_tokens=24).sequences
     assert compiled.generate(prompts, max_new_tokens=24).sequences == expected
     assert rehearsal.recorded > 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.3}], ids=["greedy", "drawn"])
+def test_static_trees_of_several_sizes_give_the_text_of_plain_decoding(
+    target: Target, make_head, rehearsal: Rehearsal, sampling: dict[str, Any]
+) -> None:
+    """Greedy and matched."""
+    recorded = RecordedTarget(target)
+    head = make_head("medusa", recorded, output="shared")
+    head.path_counts = {(): 9, (0,): 6, (1,): 3, (0, 0): 2, (0, 1): 1, (0, 0, 0): 1}
+    drafter = drafter_for(head, recorded)
+    drafter.compile(recorded)
+    prompts, ask = random_prompts(3), {"max_new_tokens": 30, "seed": 5, **sampling}
+    expected = OracleDecoder(target).generate(prompts, **ask).sequences
+    for nodes in (2, 5):
+        decoder = Decoder(recorded, drafter, Budget(nodes, min(3, nodes - 1)))
+        assert decoder.generate(prompts, **ask).sequences == expected
+
+
+def test_a_warm_up_also_records_for_the_last_row_of_a_batch(
+    target: Target, rehearsal: Rehearsal
+) -> None:
+    recorded = RecordedTarget(target)
+    Decoder(recorded).warm_up([4])
+    made = [each for calls in recorded.backend.made for each in calls.recordings.values()]
+    assert {each.places[0].shape[0] for each in made} == {4, 1}
+
+
+def test_a_record_of_scores_changes_neither_rule_nor_text(
+    target: Target, rehearsal: Rehearsal
+) -> None:
+    """Only the pass is recorded then, but tokens are still matched, as the seed wants."""
+    ask = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
+    prompts = random_prompts(1)
+    found = Decoder(RecordedTarget(target)).generate(prompts, **ask, logprobs=1)
+    assert found.sequences == OracleDecoder(target).generate(prompts, **ask).sequences
+    expected = Decoder(target).generate(prompts, **ask, logprobs=1).logprobs
+    for here, there in zip(found.logprobs, expected, strict=True):
+        assert here.processed == pytest.approx(there.processed, abs=1e-4)
+        assert here.raw == pytest.approx(there.raw, abs=1e-4)
+
+
+def test_a_recorded_decoder_is_a_custom_generate_as_well(
+    target: Target, rehearsal: Rehearsal
+) -> None:
+    ids = torch.tensor([[9, 10, 11], [12, 9, 30], [40, 41, 9]])
+    expected = target.model.generate(ids, max_new_tokens=20)
+    function = Decoder(RecordedTarget(target)).as_custom_generate()
+    assert target.model.generate(ids, max_new_tokens=20, custom_generate=function).equal(expected)
+
+
+def test_passes_and_drafts_are_recorded_again_once_weights_were_replaced(
+    make_target, make_head, rehearsal: Rehearsal
+) -> None:
+    target = make_target(seed=0, layers=1)
+    recorded = RecordedTarget(target)
+    drafter = drafter_for(make_head("eagle3", recorded), recorded)
+    drafter.compile(recorded)
+    decoder = Decoder(recorded, drafter, Budget(2, 1))
+
+    def recordings() -> set[int]:
+        """Of passes and of drafts, those that an answer leaves."""
+        decoder.generate(random_prompts(1), max_new_tokens=6)
+        made = (*recorded.backend.made, *drafter.backend.made)
+        return {id(each) for calls in made for each in calls.recordings.values()}
+
+    before = recordings()
+    assert before and recordings() == before
+    embedding = target.model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(-embedding.weight.detach())
+    assert not recordings() & before
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -61,16 +133,16 @@ def test_recorded_passes_serve_every_kind_of_mask(name: str, rehearsal: Rehearsa
     target = Target(tiny_model(name, ARCHITECTURES[name]))
     prompts, ask = random_prompts(2), {"max_new_tokens": 4}
     expected = OracleDecoder(target).generate(prompts, **ask).sequences
-    decoder = Decoder(CompiledTarget(target))
+    decoder = Decoder(RecordedTarget(target))
     for positions in (None, 3):
         reading = GenerationConfig(prefill_chunk_size=positions)
         assert decoder.generate(prompts, generation_config=reading, **ask).sequences == expected
 
 
-def test_the_function_of_a_step_gives_the_same_text_uncompiled(
+def test_the_function_of_a_step_gives_the_same_text_eagerly(
     target: Target, make_drafter: Callable[[str, Target], Drafter], monkeypatch
 ) -> None:
-    """The backend alone makes the difference between an eager step and a compiled one."""
+    """The backend alone makes the difference between an eager step and a recorded one."""
     prompts = random_prompts(3)
     for name in ("medusa:own", "eagle3:own"):
         drafter = make_drafter(name, target)
@@ -80,7 +152,7 @@ def test_the_function_of_a_step_gives_the_same_text_uncompiled(
             expected = OracleDecoder(target).generate(prompts, **ask).sequences
             with monkeypatch.context() as there:
                 there.setattr(stepper, "steps_in_one_call", lambda *_: True)
-                there.setattr(stepper.Stepper, "accept", None)
+                there.setattr(stepper.Stepper, "verify_in_calls", None)
                 decoder = Decoder(target, drafter)
                 found = decoder.generate(prompts, **ask)
             assert found.sequences == expected
@@ -100,7 +172,7 @@ DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": [3, 4, 5, 6]}
         ("medusa:tree", DRAWN, True),
         ("eagle:own", GREEDY, True),
         ("parallel:own", GREEDY, True),
-        ("parallel:own+lookup", GREEDY, False),  # lookup reads the tokens
+        ("draft-model", GREEDY, False),  # reads the tokens
     ],
 )
 def test_the_next_step_is_asked_for_before_the_tokens_are_read(
@@ -121,11 +193,10 @@ def test_the_next_step_is_asked_for_before_the_tokens_are_read(
         lead_on(self, session, launched)
 
     monkeypatch.setattr(stepper.Stepper, "lead_on", noted)
-    drafter = None if name == "none" else make_drafter(name, target)
-    if drafter is not None:
-        drafter.compile()
-    nodes = None if drafter is None else 8
-    decoder = decoder_for(CompiledTarget(target), drafter, nodes, compile=False)
+    recorded, drafter = RecordedTarget(target), name != "none" and make_drafter(name, target)
+    if drafter:
+        drafter.compile(recorded)
+    decoder = decoder_for(recorded, drafter or None, 8 if drafter else None, compile=False)
     prompts, oracle = random_prompts(4), OracleDecoder(target)
     expected = oracle.generate(prompts, max_new_tokens=30, **law).sequences
     assert decoder.generate(prompts, max_new_tokens=30, **law).sequences == expected
@@ -144,7 +215,7 @@ MOST_RECORDED = 150
 TREES = (2, 3, 5, 7, 9, 12, 16, 17)
 
 
-def counted(target: CompiledTarget, rehearsal: Rehearsal) -> tuple[int, int]:
+def counted(target: RecordedTarget, rehearsal: Rehearsal) -> tuple[int, int]:
     """Recordings and sets of memory that were made so far."""
     assert isinstance(target.memory, CacheMemory)
     return rehearsal.recorded, target.memory.sets_made
@@ -154,8 +225,8 @@ def counted(target: CompiledTarget, rehearsal: Rehearsal) -> tuple[int, int]:
 def test_a_second_answer_makes_no_recording_and_takes_no_memory(
     name: str, target: Target, make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
 ) -> None:
-    drafter, compiled = make_drafter(name, target), CompiledTarget(target)
-    drafter.compile()
+    drafter, compiled = make_drafter(name, target), RecordedTarget(target)
+    drafter.compile(compiled)
     decoder = decoder_for(compiled, drafter, tree_nodes=4, compile=False)
     decoder.generate(random_prompts(3), max_new_tokens=24)
     first = counted(compiled, rehearsal)
@@ -167,8 +238,8 @@ def test_a_long_mixed_run_makes_few_recordings(
     make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
 ) -> None:
     target = Target(tiny_llama(0, max_position_embeddings=512, eos_token_id=END, pad_token_id=0))
-    drafter, compiled = make_drafter("medusa:own", target), CompiledTarget(target)
-    drafter.compile()
+    drafter, compiled = make_drafter("medusa:own", target), RecordedTarget(target)
+    drafter.compile(compiled)
     chance, oracle = random.Random(3), OracleDecoder(target)
     for _ in range(40):
         rows, nodes = chance.randint(1, 4), chance.choice(TREES)
@@ -184,30 +255,25 @@ def test_a_long_mixed_run_makes_few_recordings(
 @pytest.mark.parametrize("following", [NO_TOKEN, PADDING, 0, 9])
 def test_nodes_that_fill_up_a_tree_are_never_accepted(following: int) -> None:
     tree = TokenTree.from_shape(BUSHY, torch.full((2, BUSHY.num_nodes), 9))
-    recipe = TreeRecipe.of(tree).padded(16)
-    (tokens,) = recipe.arguments
-    tokens = tokens.masked_fill(recipe.parents == NO_NODE, NO_NODE)
-    tables = recipe.parents, recipe.depths, recipe.ancestors
-    padded = TokenTree(tokens, *tables, max_depth=15, width=15)
-    accepted = follow(padded, torch.full((2, 16), following))
+    accepted = follow(tree.padded(16), torch.full((2, 16), following))
     assert accepted.path.max() < BUSHY.num_nodes
     assert accepted.length.tolist() == [4 if following == 9 else 1] * 2
 
 
 def test_tables_that_rows_share_are_padded_once() -> None:
     tree = TokenTree.from_shape(BUSHY, torch.zeros(3, BUSHY.num_nodes, dtype=torch.long))
-    recipe = TreeRecipe.of(tree).padded(16)
-    tables = recipe.parents, recipe.depths, recipe.ancestors
+    padded = tree.padded(16)
+    tables = padded.parents, padded.depths, padded.ancestors
     assert [table.stride(0) for table in tables] == [0, 0, 0]
-    assert recipe.ancestors[0].diagonal().all()
-    assert recipe.ancestors[0, 10:].sum().item() == 6
-    assert recipe.padded(16) is recipe
+    assert padded.ancestors[0].diagonal().all()
+    assert padded.ancestors[0, 10:].sum().item() == 6
+    assert padded.padded(16) is padded
 
 
 def test_nan_logits_end_padded_steps_with_the_usual_error(
     target: Target, make_drafter: Callable[..., Drafter], rehearsal: Rehearsal
 ) -> None:
-    drafter, compiled = make_drafter("medusa:tree", target), CompiledTarget(target)
+    drafter, compiled = make_drafter("medusa:tree", target), RecordedTarget(target)
     decoder = Decoder(compiled, drafter)
     steps = decoder.steps(random_prompts(1), max_new_tokens=24)
     next(steps)
@@ -222,7 +288,8 @@ def test_nan_logits_end_padded_steps_with_the_usual_error(
 
 
 def test_rows_shrink_to_powers_of_two_where_sizes_must_be_few() -> None:
-    batch = Batch([1] * 3 + [9] * 3, frozenset())
+    request = Request(prompts=[[3]] * 6, limits=[1] * 3 + [9] * 3, seeds=[0] * 6)
+    batch = BatchRun(request, torch.device("cpu"))
     batch.take([[8]] * 6)
     assert batch.drop_idle(count=power_of_two) == [0, 3, 4, 5]
     assert batch.running == [0, 3, 4, 5]
@@ -266,7 +333,7 @@ def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(
     target = make_target(seed=0)
     drafter = None if name == "none" else make_drafter(name, target)
     alone = Decoder(target, drafter)
-    compiled = CompiledTarget(target)
+    compiled = RecordedTarget(target)
     decoder = Decoder(compiled, drafter)
     decoder.end_ids = alone.end_ids = frozenset()
     if drafter is not None:
@@ -276,7 +343,7 @@ def test_served_batches_have_few_sizes_and_no_row_runs_on_alone(
     def noted(rows: ServedRows) -> None:
         """A step; what it leaves are the lengths of rows, and whether these are active."""
         step(rows)
-        active = [row.active for row in rows.stepper.run.batch.running_rows()]
+        active = [row.active for row in rows.stepper.run.running_rows()]
         steps.append((rows.stepper.lengths, active))
 
     monkeypatch.setattr(ServedRows, "step", noted)

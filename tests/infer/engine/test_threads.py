@@ -3,18 +3,17 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rehearsal import rehearse
 from tiny import byte_tokenizer, tiny_llama
-from traced import graphs_are_traced
 from transformers import BloomConfig, BloomForCausalLM
 
-from drafthead.backends.compiled_target import CompiledTarget
+from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.core.target.target import Target
 from drafthead.infer.decoder import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
@@ -88,23 +87,18 @@ def test_eager_answers_do_not_depend_on_other_threads(target, make_drafter, name
         check([answer] * THREADS, greedy(OracleDecoder(target)), prompts, rounds=2)
 
 
-@pytest.mark.parametrize("code", ["traced", "compiled"])
 @pytest.mark.parametrize("name", ["plain", "draft-model", "medusa:tree"])
-def test_compiled_answers_do_not_depend_on_other_threads(
-    make_target, make_drafter, name, code
+def test_recorded_answers_do_not_depend_on_other_threads(
+    make_target, make_drafter, name, monkeypatch
 ) -> None:
-    """From the first answers on, while the graphs are made: as torch traces them, or all of it."""
-    with graphs_are_traced() if code == "traced" else nullcontext():
-        check_compiled(make_target, make_drafter, name)
-
-
-def check_compiled(make_target, make_drafter, name: str) -> None:
+    """From the first answers on, while recordings are made."""
+    rehearse(monkeypatch)
     target = make_target(seed=0, layers=1)
-    compiled = CompiledTarget(target)
-    drafter = None if name == "plain" else make_drafter(name, compiled)
+    recorded = RecordedTarget(target)
+    drafter = None if name == "plain" else make_drafter(name, recorded)
     if drafter is not None:
-        drafter.compile()
-    answer = greedy(Decoder(compiled, drafter))
+        drafter.compile(recorded)
+    answer = greedy(Decoder(recorded, drafter))
     for prompts in PROMPTS.values():
         check([answer] * THREADS, greedy(OracleDecoder(target)), prompts, rounds=2)
 

@@ -9,7 +9,7 @@ from planned import Whole
 
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.growing.static import chain_budgets, tree_budgets
-from drafthead.infer.planning.draft_acceptance import Acceptance, Size
+from drafthead.infer.planning.draft_acceptance import DraftAcceptance, Size
 from drafthead.infer.planning.planner import AdaptivePlan, PlannedDecoding
 from drafthead.infer.planning.step_costs import StepCosts
 
@@ -30,8 +30,8 @@ def draft(coin: random.Random, most: int) -> tuple[Budget, int]:
 
 
 def test_a_size_takes_the_time_of_the_sizes_at_which_its_drafts_end() -> None:
-    """Worked example of `Acceptance.seconds`: half go on after the first level, then all do."""
-    acceptance = Acceptance([None, *CHAINS[:3]])
+    """The example of `DraftAcceptance.seconds`: half go on after the first level, then all do."""
+    acceptance = DraftAcceptance([None, *CHAINS[:3]])
     for step in range(2000):
         acceptance.add(CHAINS[2], CHAINS[2 * (step % 2)], [4])
     found = acceptance.seconds(np.array([1.0, 1.2, 1.3, 1.4]))
@@ -42,7 +42,7 @@ def test_a_size_takes_the_time_of_the_sizes_at_which_its_drafts_end() -> None:
 def test_sizes_of_other_forms_take_their_own_time() -> None:
     """Trees of a head have no levels of one width."""
     sizes = tree_budgets(3)
-    acceptance = Acceptance([None, *sizes])
+    acceptance = DraftAcceptance([None, *sizes])
     assert all(acceptance.stops(size) == [size] for size in sizes)
     seconds = np.arange(1.0, len(sizes) + 2)
     assert (acceptance.seconds(seconds) == seconds).all()
@@ -52,7 +52,7 @@ def test_sizes_of_other_forms_take_their_own_time() -> None:
 def test_expected_tokens_are_those_of_drafts_that_stop(most: int) -> None:
     """And acceptance by depth is that of tokens which were drafted: 0.8, 0.64, ..."""
     coin, found, wanted = random.Random(0), [], []
-    acceptance = Acceptance(SIZES)
+    acceptance = DraftAcceptance(SIZES)
     for step in range(6000):
         made, length = draft(coin, most)
         acceptance.add(CHAINS[most - 1], made, [length])

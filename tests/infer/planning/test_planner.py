@@ -16,10 +16,10 @@ from planned import NOTHING, size_of
 from scripted import Scripted
 
 from drafthead.core.trees.guesses import GuessTree
-from drafthead.core.trees.tree import Budget
+from drafthead.core.trees.tree import Budget, Free
 from drafthead.heads.growing.static import StaticTrees, chain_budgets, free_budgets, tree_budgets
 from drafthead.infer import Decoder
-from drafthead.infer.planning.draft_acceptance import Acceptance, Calibration, Size, Weighed
+from drafthead.infer.planning.draft_acceptance import Calibration, DraftAcceptance, Size, Weighed
 from drafthead.infer.planning.planner import DEFAULT_SETTINGS, AdaptivePlan, PlannedDecoding, Run
 from drafthead.infer.planning.step_costs import StepCosts, guessed_node
 
@@ -93,7 +93,7 @@ class Text:
     def accept_length(self, size: Size, alpha: Alpha) -> int:
         """A draw: the root, and drafts until one is refused."""
         length = 1
-        while size is not None and length <= size.depth:
+        while size is not None and length <= size.levels:
             chance = alpha if isinstance(alpha, float) else alpha(size, length)
             if self.coin.random() >= chance:
                 break
@@ -115,7 +115,7 @@ def best_rate(took: Seconds, alpha: Callable[[Budget, int], float]) -> float:
     """Tokens per second of the best size."""
     rates = []
     for size, seconds in took.items():
-        alphas = [alpha(size, depth) for depth in range(1, size.depth + 1)] if size else []
+        alphas = [alpha(size, depth) for depth in range(1, size.levels + 1)] if size else []
         rates.append((1 + sum(accumulate(alphas, mul))) / seconds)
     return max(rates)
 
@@ -343,7 +343,7 @@ def test_free_drafts_are_kept_where_their_scores_come_true() -> None:
         decoding.learn([size.nodes if size and is_right else 1], took[size])
         kept[is_right].append(size)
     assert kept[0][-500:].count(None) > 400  # the others are trials
-    assert kept[1][-500:].count(Budget(16, 0)) > 480
+    assert kept[1][-500:].count(Free(16)) > 480
 
 
 def test_free_drafts_that_come_true_again_are_kept_again() -> None:
@@ -374,9 +374,9 @@ def test_the_better_of_free_drafts_and_others_is_used(lookup, head) -> None:
     decoding, coin, chosen = PlannedDecoding(plan), random.Random(0), []
     for _ in range(3000):
         size = size_of(decoding, chain_of(0.9))
-        alpha = 0.0 if size is None else head if size.depth else lookup
+        alpha = 0.0 if size is None else head if size.levels else lookup
         decoding.learn([accept_length(coin, size.nodes - 1 if size else 0, alpha)], took[size])
-        chosen.append("" if size is None else "head" if size.depth else "lookup")
+        chosen.append("" if size is None else "head" if size.levels else "lookup")
     best = "lookup" if lookup else "head" if head else ""
     assert chosen[-500:].count(best) > 400
 
@@ -533,7 +533,7 @@ def test_a_first_step_that_compiles_counts_as_nobodys_loss() -> None:
 def test_expected_tokens_are_scaled_by_what_was_seen() -> None:
     small, large = Budget(2, 1, chances=(0.5,)), Budget(6, 2, chances=(0.6, 0.3))
     hopeless = Budget(8, 2, chances=(0.0, 0.0))
-    acceptance = Acceptance([None, small, large, hopeless])
+    acceptance = DraftAcceptance([None, small, large, hopeless])
     assert acceptance.tokens() == pytest.approx([1, 1.5, 1.9, 1])
     for _ in range(10_000):
         acceptance.add(large, large, [2, 1])  # depth 1 in one row of two, depth 2 never
@@ -546,7 +546,7 @@ def test_on_a_harder_text_large_trees_lose_less_than_small_ones() -> None:
     and were to in 0.514; those of 16 nodes and three levels in 0.527, and were to in 0.677.
     """
     small, large = Budget(4, 2, chances=(0.797, 0.514)), Budget(16, 3, chances=(0.852, 0.677, 0.5))
-    acceptance = Acceptance([None, small, large])
+    acceptance = DraftAcceptance([None, small, large])
     for _ in range(1000):
         acceptance.add(small, small, [3] * 348 + [2] * 324 + [1] * 328)
     assert acceptance.reached()[2][1] == pytest.approx(0.527, abs=0.02)

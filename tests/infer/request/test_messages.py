@@ -10,7 +10,7 @@ from drafthead.core.errors import UserError
 from drafthead.infer.request.messages import arguments_of, rendered
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import content_of
-from drafthead.train.data.row_sources import Row
+from drafthead.train.data.row_sources import SourceRow
 from drafthead.train.data.supervision import Rendering
 
 LOOP = (
@@ -63,7 +63,7 @@ def test_arguments_of_every_form_are_written_as_the_template_reads_them(name) ->
             text = rendered(messages, tokenizer, {}, False)
             start, end = f"<|user|>It is {GIVEN}<|end|><|assistant|>[f {expected}]", "Cold.<|end|>"
             assert text == f"{start}<|end|><|tool|>5<|end|><|assistant|>{end}", arguments
-            read = content_of(Row("rows", 1, "row", {"messages": messages}), None).messages
+            read = content_of(SourceRow("rows", 1, "row", {"messages": messages}), None).messages
             assert Rendering(tokenizer, "row").text(read) == text
 
 
@@ -75,7 +75,7 @@ def test_arguments_that_are_no_object_are_refused_and_rows_left_out(arguments) -
     with pytest.raises(UserError, match="arguments that are a JSON object"):
         rendered(messages, byte_tokenizer(), {}, False)
     with pytest.raises(UnusableRowError, match="rows, row 1: .*arguments that are a JSON object"):
-        content_of(Row("rows", 1, "row", {"messages": messages}), None)
+        content_of(SourceRow("rows", 1, "row", {"messages": messages}), None)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,22 @@ def test_what_a_template_leaves_out_of_tools_is_refused(template, lost) -> None:
     with pytest.raises(UserError, match=f"writes nothing of the .*{lost[-20:]}") as refused:
         rendered(messages, tokenizer, {}, False)
     assert lost in str(refused.value)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool", "context"])
+@pytest.mark.parametrize("text", ["only here", "o", "f of 5"])
+def test_a_question_that_a_template_drops_is_refused_whatever_its_role(role, text) -> None:
+    """Also where another one has the same text, and only where it is dropped."""
+    tokenizer, printed = byte_tokenizer(), "<|{{ m.role }}|>{{ m.content | upper }}<|end|>"
+    other = "user" if role != "user" else "system"
+    messages = [{"role": role, "content": text}, {"role": other, "content": "f of 5 only once"}]
+    for loop in ("for m in messages", f"for m in messages if m.role != '{role}'"):
+        tokenizer.chat_template = f"{{% {loop} %}}{printed}{{% endfor %}}"
+        if "if" not in loop:
+            assert f"<|{role}|>{text.upper()}<|end|>" in rendered(messages, tokenizer, {}, False)
+            continue
+        with pytest.raises(UserError, match=f"writes nothing of the message of role '{role}'"):
+            rendered(messages, tokenizer, {}, False)
 
 
 @pytest.mark.parametrize(

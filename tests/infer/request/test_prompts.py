@@ -8,8 +8,9 @@ from tiny import byte_tokenizer
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
-from drafthead.infer.engine.batch_run import Batch
+from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.request.prompts import PadToken, encode, pad_token_of
+from drafthead.infer.request.request import Request
 
 PLAIN = byte_tokenizer()
 PLAIN.chat_template = None
@@ -177,8 +178,15 @@ def test_messages_that_a_template_cannot_write_are_refused(tokenizer, prompt) ->
         encode(prompt, tokenizer)
 
 
+def batch_of(limits: list[int], end_ids: frozenset[int] = frozenset()) -> BatchRun:
+    """A batch of rows with these limits."""
+    rows = len(limits)
+    request = Request(prompts=[[3]] * rows, limits=limits, seeds=[0] * rows, end_ids=end_ids)
+    return BatchRun(request, torch.device("cpu"))
+
+
 def test_answers_are_cut_at_their_end_and_their_limit() -> None:
-    batch = Batch(limits=[5, 2, 9], end_ids=frozenset([7]))
+    batch = batch_of([5, 2, 9], end_ids=frozenset([7]))
     assert batch.take_step([[1, 7, 2], [1, 2, 3], [4]]) == {0: [1, 7], 1: [1, 2], 2: [4]}
     assert [row.finish_reason for row in batch.rows] == ["end_token", "length", None]
     assert [row.accept_lengths for row in batch.rows] == [[3], [3], [1]]
@@ -188,7 +196,7 @@ def test_answers_are_cut_at_their_end_and_their_limit() -> None:
 
 
 def test_idle_rows_wait_until_dropping_them_pays() -> None:
-    batch = Batch(limits=[1, 9, 9, 9, 9], end_ids=frozenset())
+    batch = batch_of([1, 9, 9, 9, 9])
     batch.take([[1]] * 5)
     assert batch.drop_idle() is None, "one of five rows is idle"
     assert batch.take_step([[2]] * 5).keys() == {1, 2, 3, 4}

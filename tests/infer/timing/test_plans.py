@@ -63,7 +63,7 @@ def decode(plans: Plans, drafted: float, kind: StepKind = KIND, steps: int = 200
     planner = plans.planner(kind, 0.0)
     for _ in range(steps):
         size = size_of(planner)
-        planner.learn([1 + (size.depth if size else 0)], drafted if size else 1.0)
+        planner.learn([1 + (size.levels if size else 0)], drafted if size else 1.0)
     planner.finish()
 
 
@@ -158,7 +158,7 @@ def test_a_long_text_makes_no_draft_dear_for_short_ones(target) -> None:
     for columns in range(200, 5000, 8):
         size = size_of(planner)
         took = 5.0 if size is not None and columns > 1024 else 1.0
-        planner.learn([1 + (size.depth if size else 0)], took)
+        planner.learn([1 + (size.levels if size else 0)], took)
         planner.meet(1, columns, GREEDY)
     assert size_of(planner) is None, "drafts cost five plain steps"
     planner.finish()
@@ -183,11 +183,11 @@ def test_the_context_of_a_batch_is_that_of_its_active_rows(target) -> None:
     request = Decoder(target).request([[3, 4, 5], [3] * 201], DecodeOptions(max_new_tokens=8))
     run, two = BatchRun(request, target.device), StepKind("greedy", 2, False, False)
     assert run.columns == 102 and StepKind.of(run, verifier_for("auto", 0.0)) == two
-    run.batch.take([[9], [9]])
+    run.take([[9], [9]])
     assert run.columns == 103
-    run.batch.rows[0].finish_reason = "length"
+    run.rows[0].finish_reason = "length"
     assert run.columns == 202
-    run.batch.end("length")
+    run.end("length")
     assert run.columns == 0
 
 
@@ -205,7 +205,7 @@ def test_the_last_rows_of_a_batch_make_no_draft_cheap_for_many(target) -> None:
         planner.meet(rows, 100, GREEDY)
         size = size_of(planner)
         took = CHEAP if rows == 1 else DEAR
-        planner.learn([1 + (size.depth if size else 0)] * rows, took[size])
+        planner.learn([1 + (size.levels if size else 0)] * rows, took[size])
     assert size_of(planner) is not None, "one row drafts"
     planner.meet(16, 100, GREEDY)
     assert size_of(planner) is None, "sixteen do not"

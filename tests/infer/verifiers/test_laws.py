@@ -19,7 +19,7 @@ from conftest import ScriptedRandom
 from drafthead.contrib.lossy_rules.lenient import Lenient
 from drafthead.core.sampling import SamplingConfig, draft_distribution
 from drafthead.core.trees.tree import TokenTree, TreeShape
-from drafthead.heads.growing.levels import Guesses, Level, filled_tree, levels_of
+from drafthead.heads.growing.levels import Guess, Nodes, filled_tree, levels_of
 from drafthead.infer.engine.step import following_tokens
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, fit
@@ -416,13 +416,15 @@ def test_almost_certain_drafts_leave_the_targets_law(name, gap, temperature) -> 
     shape, generator = SHAPES["bushy"], torch.Generator().manual_seed(0)
     random = OneStream(TRIALS, generator)
 
-    def guess(depth: int, level: Level, tokens: torch.Tensor) -> Guesses:
-        ids = (tokens[..., None] + torch.arange(VOCAB)) % VOCAB  # the best token is the parent's
-        return (temperature * steep_logits(gap)).expand(ids.shape), ids
+    def expand(nodes: Nodes) -> Guess:
+        ids = (nodes.tokens[..., None] + torch.arange(VOCAB)) % VOCAB  # the best: the parent's
+        logits = (temperature * steep_logits(gap)).expand(ids.shape)
+        return Guess(nodes.states, logits, ids, nodes.states)
 
     levels = levels_of(shape, torch.device("cpu"))
     roots, sampling = torch.zeros(TRIALS, dtype=torch.long), SamplingConfig(temperature)
-    tree = filled_tree(shape, levels, roots, guess, sampling, random)
+    states = torch.zeros(TRIALS, 1, 0)
+    tree = filled_tree(shape, levels, roots, states, expand, sampling, random)
     scores = torch.full((TRIALS, shape.num_nodes, VOCAB), 1 / VOCAB)
     found = VERIFIERS[name].rule(tree, scores, random)
     text = following_tokens(tree, found)

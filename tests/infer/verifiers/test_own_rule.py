@@ -68,7 +68,7 @@ def test_its_option_is_a_keyword_of_every_way_to_decode(decoder) -> None:
     written = decoder.generate("hi", verifier=f"fixed:token={token}", max_new_tokens=6)
     assert repeated(written.texts[0], "h")
     asked = [
-        ServeRequest("hi", max_new_tokens=6, verifier=f"fixed:token={number_of(decoder, letter)}")
+        ServeRequest("hi", max_new_tokens=6, options={**rule, "token": number_of(decoder, letter)})
         for letter in LETTERS
     ]
     answers = {answer.id: answer.text for answer in decoder.serve(asked, max_rows=4)}

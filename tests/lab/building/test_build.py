@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,14 @@ from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.lab.building import answering
-from drafthead.lab.building.answering import Answering, rows_at_once
+from drafthead.lab.building.answering import BuildAnswers, rows_at_once
 from drafthead.lab.building.budget import (
     AT_ONCE,
+    FEWEST_TOKENS,
     Speeds,
     division,
     measuring_seconds,
+    minutes_for,
     rows_of_steps,
 )
 from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
@@ -32,7 +36,8 @@ from drafthead.lab.building.prompts import (
     write_rows,
 )
 from drafthead.lab.building.view import Captured
-from drafthead.lab.planned_training import TrialOutOfMemoryError
+from drafthead.lab.reports.run_page import Section
+from drafthead.lab.trial import TrialOutOfMemoryError
 from drafthead.scripts import cli
 from drafthead.scripts.building import stages
 from drafthead.scripts.building.stages import Building
@@ -75,6 +80,123 @@ def test_without_a_head_all_time_is_for_answers() -> None:
 
 def test_short_builds_have_steps_of_fewer_rows() -> None:
     assert [rows_of_steps(32, tokens, 500) for tokens in (4e6, 1e6, 1e4)] == [32, 8, 1]
+
+
+@pytest.mark.parametrize("speed", [7.0, 16.0, 34.0, 60.0, 500.0])
+@pytest.mark.parametrize("used", [0.0, 100.0, 900.0])
+def test_the_minutes_that_a_head_needs_are_enough_and_not_more(speed: float, used: float) -> None:
+    """All but the 30 % for measuring, at most 900 s, are for answers and for learning."""
+    seconds = 2 * FEWEST_TOKENS / speed
+    minutes = math.ceil((20_000 / speed + used) / 42)
+    if minutes > 50:
+        minutes = math.ceil((20_000 / speed + used + 900) / 60)
+    found = minutes_for(seconds, used)
+    assert found == minutes or found == 2  # measuring takes 25 s at least
+    assert 60 * found - used - measuring_seconds(found) >= seconds
+
+
+class Clock:
+    """A machine on which an answer takes some seconds, and nothing else any."""
+
+    def __init__(self, monkeypatch, seconds: float):
+        self.now, self.seconds, self.wanted = 0.0, seconds, list[int]()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(BuildAnswers, "_distil", lambda _, *given: self.distil(*given))
+        monkeypatch.setattr(BuildAnswers, "decoder", lambda _: None)
+        monkeypatch.setattr(answering, "rows_at_once", lambda _: 32)
+
+    def distil(self, prompts: Path, output: Path, wanted: int) -> SimpleNamespace:
+        there = read_rows(output)
+        tokens = {"token_ids": [{"answer": [5] * 100}]}
+        write_rows(output, [*there, *[tokens] * (wanted - len(there))])
+        written = wanted - len(there)
+        self.now += self.seconds * written
+        self.wanted.append(wanted)
+        statistics = SimpleNamespace(lengths=[100] * wanted, rows=wanted)
+        return SimpleNamespace(written=written, statistics=statistics, tokens=100 * written)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0.1, [4, 48]), (1.0, [4, 45]), (10.0, [4]), (1000.0, [4])]
+)
+def test_held_out_answers_keep_to_their_part_of_the_time(
+    monkeypatch, tmp_path, seconds, wanted
+) -> None:
+    """45 s of five minutes; four answers are made whatever they take."""
+    choices = replace(CHOICES, prompts=("mine.jsonl",))
+    source, clock = BuildAnswers(choices, begun(tmp_path, choices)), Clock(monkeypatch, seconds)
+    write_rows(source.files.held_out, [{"prompt": f"{n}"} for n in range(48)])
+    facts = source.answer_held_out()
+    assert clock.wanted == wanted and facts["answers"] == wanted[-1]
+    assert facts["said"] == [f"answers to {wanted[-1]} of 48 held-out prompts"]
+    assert facts["tokens_per_s"] == pytest.approx(100 / seconds)
+
+
+@pytest.mark.parametrize(("left", "least", "most"), [(0.0, 4, 4), (60.0, 4, 6), (4000.0, 64, 400)])
+def test_answers_to_learn_from_keep_to_the_time_that_is_left(
+    monkeypatch, tmp_path, left, least, most
+) -> None:
+    """An answer takes ten seconds."""
+    choices = replace(CHOICES, prompts=("mine.jsonl",))
+    folder = begun(tmp_path, choices)
+    source, clock = BuildAnswers(choices, folder), Clock(monkeypatch, 10.0)
+    write_rows(source.files.train, [{"prompt": f"{n}"} for n in range(1000)])
+    folder.finish("held out", 1.0, {"tokens_per_s": 10.0, "length": 100.0})
+    folder.finish("plan", 1.0, {"trains": False})
+    view = SimpleNamespace(seconds=0.0, expected={})
+    assert least <= source.answer(lambda: max(0.0, left - clock.now), view)["answers"] <= most
+    assert clock.now <= max(left, 10.0 * 4)
+
+
+def test_a_race_has_the_prompts_and_tokens_that_there_is_time_for(monkeypatch, tmp_path) -> None:
+    choices = replace(CHOICES, max_new_tokens=192)
+    folder = begun(tmp_path, choices)
+    folder.finish("held out", 0.0, {"length": 100.0})
+    folder.finish("plan", 0.0, {"seconds_a_token": 0.1})
+    building = Building(choices, folder)
+    sizes = []
+    for used in (0.0, 220.0, 400.0):  # of 300 s, of which half of what is left is raced
+        folder.finish("answers", used, {})
+        sizes.append(building.race_size())
+    assert sizes == [(4, 93), (4, 32), (4, 32)]
+    folder.finish("plan", 0.0, {"seconds_a_token": 0.001})
+    folder.finish("answers", 0.0, {})
+    prompts, tokens = building.race_size()
+    assert 360 < prompts <= 375 and tokens == 128
+
+
+def test_a_build_says_once_that_its_time_is_over(monkeypatch, tmp_path) -> None:
+    folder = begun(tmp_path, CHOICES)
+    building, said = Building(CHOICES, folder), list[str]()
+    monkeypatch.setattr(building.view, "say", said.append)
+    building.tell_of_time()
+    folder.finish("answers", 300.0, {})
+    for _ in range(2):
+        building.tell_of_time()
+    assert said == ["    5 min are over: goes on with the least that a verdict needs"]
+    assert not building.to_learn()
+
+
+def test_a_full_disk_is_said_before_anything_is_made(monkeypatch, tmp_path) -> None:
+    usage = SimpleNamespace(free=700_000)
+    monkeypatch.setattr(stages, "disk_usage", lambda _: usage)
+    choices = replace(CHOICES, target=str(DEMO_TARGET))
+    with pytest.raises(UserError, match=r"is full \(0.7 MB are free\): make room, or choose"):
+        Building(choices, begun(tmp_path / "x", choices)).first_plan()
+    usage.free = 200_000_000
+    Building(choices, begun(tmp_path / "x", choices)).first_plan()
+
+
+def test_a_page_without_a_head_says_why_and_how_to_decode(monkeypatch, tmp_path) -> None:
+    folder = begun(tmp_path, replace(CHOICES, prompts=("mine.jsonl",)))
+    folder.finish("plan", 1.0, {"trains": False, "said": ["no head is trained: why"]})
+    folder.finish("race", 1.0, {"fastest": "lookup", "headline": "lookup is fastest"})
+    building = Building(CHOICES, folder)
+    monkeypatch.setattr(stages, "comparison_section", lambda _: Section("Race"))
+    building.report()
+    page = (tmp_path / "report.html").read_text()
+    for words in ("no head is trained: why", "drafthead chat --target model", "lookup is fastest"):
+        assert words in page
 
 
 def test_measuring_leaves_most_of_the_time_to_the_head() -> None:
@@ -131,16 +253,6 @@ def test_a_build_starts_from_a_relatives_head(tmp_path) -> None:
         Building(other, begun(tmp_path / "other", other)).first_plan()
 
 
-def test_a_build_offers_a_shipped_head_of_the_targets_shape(tmp_path, monkeypatch) -> None:
-    target = load_decoder_only(str(DEMO_TARGET))
-    save_head(random_head("eagle3", target, {}), tmp_path / "ours", target, "demo", {})
-    monkeypatch.setattr(stages, "SHIPPED_HEADS", {str(tmp_path / "ours"): "ours"})
-    for family, offered in (("eagle3", True), ("medusa", False)):
-        choices = replace(CHOICES, target=str(DEMO_TARGET), family=family)
-        plan = Building(choices, begun(tmp_path / family, choices)).first_plan()
-        assert (f"--init-from {tmp_path / 'ours'} starts from" in plan) == offered
-
-
 def test_nothing_is_written_and_all_may_change_before_a_stage_is_done(tmp_path) -> None:
     build = begun(tmp_path / "x", CHOICES)
     assert not list(tmp_path.iterdir())
@@ -165,7 +277,7 @@ def test_a_plan_writes_nothing(tmp_path, monkeypatch, capsys) -> None:
 @pytest.mark.parametrize("time", [(), ("--minutes", "0"), ("--hours", "-1")])
 def test_a_build_needs_time(time, monkeypatch, capsys) -> None:
     monkeypatch.setattr(
-        sys, "argv", ["drafthead", "build", "--target", "t", "--output", "x", *time]
+        sys, "argv", ["drafthead", "build", "--target", "smollm2", "--output", "x", *time]
     )
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -178,9 +290,9 @@ def test_a_target_that_invents_too_slowly_asks_for_prompts(monkeypatch, tmp_path
 
     monkeypatch.setattr(answering, "invent", slow)
     monkeypatch.setattr(answering, "MessageSource", lambda *_: None)
-    monkeypatch.setattr(Answering, "decoder", lambda _: None)
+    monkeypatch.setattr(BuildAnswers, "decoder", lambda _: None)
     monkeypatch.setattr(answering, "rows_at_once", lambda _: 32)
-    source = Answering(CHOICES, begun(tmp_path, CHOICES))
+    source = BuildAnswers(CHOICES, begun(tmp_path, CHOICES))
     with pytest.raises(UserError, match="nothing in 60 seconds: give prompts .* --prompts FILE"):
         source.part_prompts()
     source.folder.finish("prompts", 1.0, {"held": 60})
@@ -197,15 +309,26 @@ def write_prompts(path, number: int) -> None:
 def test_prompts_are_parted_and_none_is_in_two_parts(tmp_path) -> None:
     source, files = tmp_path / "prompts.jsonl", PromptFiles(tmp_path)
     write_prompts(source, 40)
-    left = part_given([str(source)], 5, 0, files)
+    left, said = part_given([str(source)], 5, 0, files)
     parts = [read_rows(path) for path in (files.train, files.held_out, files.test)]
     texts = [row["messages"][0]["content"] for part in parts for row in part]
     assert [len(part) for part in parts] == [left, 5, 2]
     assert sorted(texts) == sorted({f"question {n}" for n in range(40)})
-    assert parts[0][0]["category"] == "kind"
+    assert parts[0][0]["category"] == "kind" and not said
     write_prompts(source, 5)
     with pytest.raises(UserError, match="5 prompts are too few"):
         part_given([str(source)], 5, 0, files)
+
+
+def test_prompts_that_cannot_be_replayed_are_counted(tmp_path) -> None:
+    source, asked = tmp_path / "chats.jsonl", {"role": "user", "content": "?"}
+    called = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "1"}]
+    rows = [{"messages": [{**asked, "content": f"question {n}"}]} for n in range(20)]
+    rows += [{"messages": [asked, *called, {**asked, "content": f"{n}"}]} for n in range(10)]
+    write_rows(source, rows)
+    left, said = part_given([str(source)], 5, 0, PromptFiles(tmp_path))
+    assert left == 20 - 4 - 2 and len(said) == 1
+    assert said[0].startswith("10 of 30 prompts are left out: ") and "role `tool`" in said[0]
 
 
 def test_a_row_may_hold_characters_that_part_lines_elsewhere(tmp_path) -> None:
@@ -231,12 +354,12 @@ def test_a_third_as_many_prompts_about_texts_are_added_once(tmp_path) -> None:
 
 def test_a_bar_is_shown_and_lines_are_kept() -> None:
     file, bars = io.StringIO(), list[str]()
-    captured = Captured(file, bars.append, terminal=False)
+    captured = Captured(file, bars.append)
     captured.write("first\n\rdistill: 10%")
     captured.write("\rdistill: 20%")
-    captured.write("\rdistill: 100%\nlast\n")
+    captured.write("\rdistill: 100%|####  | 8/8 [00:10<00:00, 2 tokens]\nlast\n")
     assert bars == ["distill: 10%", "distill: 20%"]
-    assert file.getvalue() == "first\ndistill: 100%\nlast\n"
+    assert file.getvalue() == "first\ndistill: 100% 8/8 [00:10<00:00, 2 tokens]\nlast\n"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +399,8 @@ def test_a_trial_that_lacks_memory_is_made_again_with_fewer_rows(monkeypatch, tm
     write_run(building.config, tmp_path, {"family": "eagle3"}, {}, rows)
     tried = []
 
-    def trial(path: Path, settings: list[str]) -> int:
+    def trial(path: Path, settings: list[str], seconds: float) -> int:
+        assert seconds == 30  # a tenth of the build's time
         tried.append(load_run_config(path, settings[:-1]).train.micro_batch_rows)
         if tried[-1] > most:
             raise TrialOutOfMemoryError("the trial failed")
@@ -298,11 +422,11 @@ def test_prompts_are_invented_further_whatever_memory_is_free_and_however_passes
     asked = []
     monkeypatch.setattr(answering, "MessageSource", lambda _, settings: asked.append(settings))
     monkeypatch.setattr(answering, "invent", lambda *_, **__: None)
-    monkeypatch.setattr(Answering, "decoder", lambda _: None)
+    monkeypatch.setattr(BuildAnswers, "decoder", lambda _: None)
     for rows, minutes, compile in ((128, 5.0, None), (64, 5.0, None), (32, 15.0, True)):
         monkeypatch.setattr(answering, "rows_at_once", lambda _, rows=rows: rows)
         choices = replace(CHOICES, minutes=minutes, compile=compile)
-        source = Answering(choices, begun(tmp_path, choices))
+        source = BuildAnswers(choices, begun(tmp_path, choices))
         source._invent(60, 30.0)
         assert source.rows == 128
     assert asked[0] == asked[1] == asked[2] and asked[0].batch_size == 256

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from drafthead.core.errors import UserError
 from drafthead.lab.races.comparison import ComparisonRow
-from drafthead.lab.reports.run_page import Section, curve, doctor_section, headline, run_page
+from drafthead.lab.reports.comparison import fastest, headline, named
+from drafthead.lab.reports.run_page import Section, curve, doctor_section, run_page
 from drafthead.scripts.explain import report
 
 MACHINE = {"processor": "<b>fast</b>", "threads": 2}
@@ -23,10 +24,6 @@ ROW = {
     "acceptance_by_depth": [], "accept_length_counts": {"1": 10}, "draft_cost": None, "steps": 10,
     "phase_seconds": {}, "speedup": 1.0, "speedup_range": [1.0, 1.0], "speedup_hf": 4.0,
     "speedup_hf_range": [4.0, 4.0], "speedup_bound": None, "efficiency": None,
-    # As versions wrote it that said neither K nor why a prediction is off.
-    "chain_prediction": {
-        "alpha": 0.5, "cost": 0.1, "speedup": 1.2, "best_length": 2, "best_speedup": 1.2,
-    },
     "repeated_8gram_share": 0.0, "answers_ended": 1.0,
     "peak_memory_bytes": 0,
     "categories": {name: {"prompts": 1, "tokens_per_second": 9.0, "speedup": 1.0, "tau": 1.0}
@@ -48,7 +45,8 @@ def folder(tmp_path: Path) -> Path:
     (run / "run.json").write_text(json.dumps(record))
     steps = [
         {
-            "step": n, "supervised_tokens": 100 * n, "seconds": 60.0 * n, "loss": 4 - n, "tau": 1.0,
+            "step": n, "supervised_tokens": 100 * n, "seconds": 60.0 * n, "loss": 4 - n,
+            "right_in_a_row": 0.0,
             "supervised_tokens_per_s": 2.0, "target_share": 0.5,
         }
         for n in range(1, 5)
@@ -97,18 +95,45 @@ def test_the_headline_is_the_fastest_of_our_ways() -> None:
     plain = TypeAdapter(ComparisonRow).validate_python(ROW)
     theirs = replace(plain, mode="generate + assistant", tau=None, speedup_hf=9.0)
     head = replace(plain, mode="head mine", speedup=1.5, speedup_hf=6.0, tokens_per_second=15.0)
-    assert headline([plain, theirs, head]) == (
-        "head mine is fastest: 15 tokens/s at temperature 0, 6.00 times model.generate and "
-        "1.50 times plain decoding"
+
+    def said(*rows: ComparisonRow) -> str:
+        return headline(fastest(rows), 8, named)
+
+    assert said(plain, theirs, head) == (
+        "head mine is fastest (8 prompts): 15 tokens/s at temperature 0, 6.00 times model.generate "
+        "and 1.50 times plain decoding"
     )
-    sure = headline([plain, replace(head, speedup_interval=(1.4, 1.61))])
+    sure = said(plain, replace(head, speedup_interval=(1.4, 1.61)))
     assert sure.endswith("1.50 (1.40 to 1.61) times plain decoding")
-    assert headline([plain, theirs]) == (
-        "plain decoding is fastest: 10 tokens/s at temperature 0, 4.00 times model.generate"
+    assert said(plain, theirs) == (
+        "plain decoding is fastest (8 prompts): 10 tokens/s at temperature 0, 4.00 times "
+        "model.generate"
     )
-    assert "temperature 0 (lossy: typical), " in headline([replace(head, verifier="typical")])
+    assert "temperature 0 (lossy: typical), " in said(replace(head, verifier="typical"))
     page = run_page("a", [], [Section("b"), Section("c", headline="<fast>")])
     assert page.index("&lt;fast&gt;") < page.index("<h2>b")
+
+
+@pytest.mark.parametrize(
+    ("lookup", "table", "plain", "equal"),
+    [
+        ((1.36, 1.12, 1.51), (1.34, 1.10, 1.50), 1.0, ["lookup", "n-grams"]),
+        ((1.36, 1.35, 1.37), (1.34, 1.10, 1.50), 1.0, ["lookup"]),
+        ((1.36, 1.12, 1.51), (1.20, 1.10, 1.30), 1.0, ["lookup"]),
+        ((1.05, 0.95, 1.11), (0.80, 0.70, 0.90), 1.0, ["lookup", "plain"]),
+    ],
+)
+def test_what_prompts_do_not_tell_apart_is_equally_fast(lookup, table, plain, equal) -> None:
+    row = TypeAdapter(ComparisonRow).validate_python(ROW)
+    rows = [replace(row, speedup_hf=plain)]
+    for mode, (speedup, low, high) in (("lookup", lookup), ("n-grams", table)):
+        interval = {"speedup_interval": (low, high), "speedup_hf": speedup}
+        rows.append(replace(row, mode=mode, speedup=speedup, **interval))
+    found = fastest(rows)
+    assert [each.mode for each in found] == equal
+    words = " and ".join(map(named, equal))
+    are = "are equally fast here" if len(equal) > 1 else "is fastest"
+    assert headline(found, 8, named).startswith(f"{words} {are} (8 prompts): ")
 
 
 def test_a_run_alone_makes_a_page(folder: Path) -> None:

@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tiny import write_target
+from tiny import target_folder
 from typer import Typer
 from typer.testing import CliRunner
 
 from drafthead.infer import Decoder
-from drafthead.lab.reports.trace_page import as_page, as_text, spans
+from drafthead.lab.reports.trace_page import as_page, spans
 from drafthead.lab.tracing import Trace
 from drafthead.lab.tracing import trace as trace_of
 from drafthead.scripts.explain import trace_decoding
@@ -22,11 +22,7 @@ pytestmark = pytest.mark.usefixtures("steady_steps")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_target(folder, max_position_embeddings=512, initializer_range=0.02)
-    return folder
+folder = target_folder(max_position_embeddings=512, initializer_range=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +47,6 @@ def test_the_spans_that_were_not_rejected_are_the_answer(decoder: Decoder, trace
         if span.node is not None:
             node = trace.steps[span.step].nodes[span.node]
             assert node.accepted == (span.kind == "drafted")
-
-
-def test_text_without_colours_has_marks(decoder: Decoder, trace: Trace) -> None:
-    plain = as_text(trace, decoder.tokenizer, coloured=False).plain
-    coloured = as_text(trace, decoder.tokenizer, coloured=True)
-    assert "{+" in plain and "{+" not in coloured.plain
-    assert any(str(part.style) == "green" for part in coloured.spans)
 
 
 def test_the_page_holds_the_trace_and_asks_for_nothing_else(decoder: Decoder, trace: Trace) -> None:
@@ -104,7 +93,7 @@ def test_what_was_rejected_is_hidden_until_its_step_is_chosen(
     assert f"<title>seen 0 then {len(of_one)}</title>" in drawn
 
 
-def test_the_verb_writes_a_page_or_prints_text(folder: Path, tmp_path: Path) -> None:
+def test_the_verb_writes_a_page(folder: Path, tmp_path: Path) -> None:
     app = Typer()
     app.command()(with_groups(trace_decoding.main))
     options = ["--target", folder, "--draft", "lookup", "--prompt", "hello", "--max-new-tokens", 20]
@@ -117,4 +106,3 @@ def test_the_verb_writes_a_page_or_prints_text(folder: Path, tmp_path: Path) -> 
 
     assert f"{page} is written" in run("--output", page)
     assert page.read_text().startswith("<!doctype html>")
-    assert "{+" in run("--format", "text")

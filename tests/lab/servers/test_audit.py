@@ -22,9 +22,9 @@ from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.diagnosis.findings import Finding
 from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
-from drafthead.lab.servers.asked import AskedServer, Counted, counted
+from drafthead.lab.servers.asked import AskedServer, DraftCounters, counted
 from drafthead.lab.servers.audit import CHECKS, Audit
-from drafthead.train.distillation.connection import Connection, ServedModel
+from drafthead.train.distillation.connection import ServedModel, ServerConnection
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
 NEW = 8
@@ -121,7 +121,7 @@ def audited(decoder):
         with serving(completions) as url:
             ends = frozenset([decoder.tokenizer.eos_token_id])
             server = AskedServer(
-                Connection(url), ServedModel("served", None), decoder.tokenizer, ends
+                ServerConnection(url), ServedModel("served", None), decoder.tokenizer, ends
             )
             prompts = [encode_one(text, decoder.tokenizer) for text in QUESTIONS[:3]]
             yield Audit(server, decoder.target, prompts, NEW, samples=120)
@@ -209,21 +209,23 @@ llamacpp:spec_decode_num_drafts_total 40
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 20
 llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 10
 """
-    assert counted(llama) == Counted(40, (20, 10))
-    assert counted('sglang:spec_accept_length{model_name="m"} 2.25') == Counted(0, (), 2.25)
+    assert counted(llama) == DraftCounters(40, (20, 10))
+    assert counted('sglang:spec_accept_length{model_name="m"} 2.25') == DraftCounters(0, (), 2.25)
     two = [f'vllm:spec_decode_num_drafts_total{{engine="{e}"}} 1.5e+01\n' for e in (0, 1)]
-    assert counted("".join(two)).drafts == 30 and counted("<html>") == Counted(0, ())
-    assert Counted(40, (20, 10)).since(Counted(10, (5,))) == Counted(30, (15, 10))
+    assert counted("".join(two)).drafts == 30 and counted("<html>") == DraftCounters(0, ())
+    assert DraftCounters(40, (20, 10)).since(DraftCounters(10, (5,))) == DraftCounters(30, (15, 10))
 
 
 def test_counts_that_differ_by_chance_are_the_same():
-    ours = Counted(1000, (600, 400))
-    assert same(Counted(1000, (620, 390)), ours) and not same(Counted(1000, (600, 300)), ours)
-    assert "only later" in by_position(Counted(1000, (600, 300)), ours)
-    assert "hardly a first" in by_position(Counted(1000, (30, 5)), ours)
-    assert "first guesses are worse" in by_position(Counted(1000, (450, 200)), ours)
-    assert same(Counted(0, (), 1.9), Counted(9, (9,)))
-    assert not same(Counted(0, (), 1.2), Counted(9, (9,)))
+    ours = DraftCounters(1000, (600, 400))
+    assert same(DraftCounters(1000, (620, 390)), ours) and not same(
+        DraftCounters(1000, (600, 300)), ours
+    )
+    assert "only later" in by_position(DraftCounters(1000, (600, 300)), ours)
+    assert "hardly a first" in by_position(DraftCounters(1000, (30, 5)), ours)
+    assert "first guesses are worse" in by_position(DraftCounters(1000, (450, 200)), ours)
+    assert same(DraftCounters(0, (), 1.9), DraftCounters(9, (9,)))
+    assert not same(DraftCounters(0, (), 1.2), DraftCounters(9, (9,)))
 
 
 def test_drafts_that_are_not_compared_are_refused_before_anything_is_asked():

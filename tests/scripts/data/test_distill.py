@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from completion_server import Completions, serving
-from tiny import write_target
+from tiny import target_folder
 from typer import Typer
 from typer.testing import CliRunner, Result
 
@@ -20,11 +20,7 @@ from drafthead.scripts.options import with_groups
 Run = Callable[..., Result]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_target(folder, initializer_range=0.5)
-    return folder
+target = target_folder(initializer_range=0.5)
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from tiny import SPECIALS, byte_tokenizer, write_target
 from drafthead.core.errors import UserError
 from drafthead.core.target.loading import vocabulary_of
 from drafthead.infer import Decoder, serving
+from drafthead.infer.scheduling.tickets import Gain
 from drafthead.infer.serving import Answer
-from drafthead.infer.tickets import Gain
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
 from drafthead.train.data.sequences import SupervisedTokens
 from drafthead.train.data.supervision import join_turns, supervised_sequences
-from drafthead.train.data.training_rows import DataConfig, load_packed
+from drafthead.train.data.training_rows import load_packed
 from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import distill
 from drafthead.train.distillation.distilled_file import DistilledFile
-from drafthead.train.settings import DistillSettings
+from drafthead.train.settings import DataConfig, DistillSettings
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import in_memory
 from tiny import byte_tokenizer
 
 from drafthead.core.errors import UserError
 from drafthead.train.data.conversations import Writer
 from drafthead.train.data.packing import PackedData
-from drafthead.train.data.sequences import TokenSequence, TokenTable
+from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.data.training_rows import (
     DataConfig,
     check_held_out,
@@ -77,7 +78,7 @@ def test_answers_of_another_model_are_noticed(
 def packed(*numbers: int) -> PackedData:
     learnt = torch.tensor([False, True])
     sequences = [TokenSequence(torch.tensor([1, n], dtype=torch.int32), learnt) for n in numbers]
-    return PackedData(TokenTable.of(sequences), tuple((i,) for i in range(len(numbers))))
+    return PackedData(in_memory(sequences), tuple((i,) for i in range(len(numbers))))
 
 
 def test_held_out_data_that_are_training_data_are_noticed(caplog: pytest.LogCaptureFixture) -> None:

@@ -390,6 +390,38 @@ def test_a_saved_data_set_is_read(tmp_path: Path) -> None:
     assert read_conversations(tmp_path / "saved")[0].messages == [USER_A]
 
 
+HEADER = "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\ntext"
+READ_OTHERWISE = {
+    "dataset_info.json": '{"mine": {"file_name": "a.jsonl"}}',  # LLaMA-Factory's
+    "dataset_infos.json": "{}",
+    "dataset_dict.json": '{"mine": 1}',
+    "state.json": '{"epoch": 1}',  # transformers'
+    "README.md": HEADER,
+    "data-00000-of-00001.arrow": "",
+}
+
+
+@pytest.mark.parametrize("name", READ_OTHERWISE)
+def test_a_folder_that_others_read_otherwise_is_refused_and_the_file_named(
+    tmp_path: Path, name: str
+) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    (tmp_path / name).write_text(READ_OTHERWISE[name])
+    with pytest.raises(UserError, match=f"{re.escape(name)} .*name a file of rows"):
+        read_conversations(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["state.json", "data-00000-of-00001.arrow"])
+def test_a_saved_data_set_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -> None:
+    Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path)
+    (tmp_path / damage).write_text("{}")
+    with pytest.raises(UserError, match=r"cannot load .*dataset_info.json describes .*of rows"):
+        read_conversations(tmp_path)
+    (tmp_path / damage).unlink()
+    with pytest.raises(UserError, match=r"dataset_info.json .* name a file of rows"):
+        read_conversations(tmp_path)
+
+
 FAULTS = {
     "broken JSON": ('\n{"prompt": \n', r"data.jsonl, line 2: not valid JSON \("),
     "no object": ("[1]\n", "data.jsonl, line 1: expected a JSON object, found list"),

@@ -7,7 +7,8 @@ import pytest
 from tiny import byte_tokenizer
 
 from drafthead.core.errors import UserError
-from drafthead.train.data.training_rows import DataConfig, training_data
+from drafthead.train.data.training_rows import training_data
+from drafthead.train.settings import DataConfig
 
 
 def write(path: Path, questions: range) -> str:
@@ -57,5 +58,5 @@ def test_a_share_that_leaves_nothing_is_an_error(source: str, share: float) -> N
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
 def test_a_share_is_between_0_and_1(share: float) -> None:
-    with pytest.raises(UserError, match=r"validation_share must lie in \(0, 1\)"):
+    with pytest.raises(UserError, match="validation_share must be (above 0|below 1)"):
         DataConfig("a.jsonl", validation_share=share)

@@ -14,7 +14,8 @@ from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.fitted_rows import Reading, fitted_rows
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.supervision import supervised_sequences
-from drafthead.train.data.training_rows import DataConfig, load_packed
+from drafthead.train.data.training_rows import load_packed
+from drafthead.train.settings import DataConfig
 
 ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}
 SYSTEM = {"role": "system", "content": "short"}

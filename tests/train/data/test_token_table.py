@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import in_memory
 from tiny import byte_tokenizer, write_conversations
 
 from drafthead.core.errors import UserError
@@ -17,9 +18,10 @@ from drafthead.train.data.packing import PackedData
 from drafthead.train.data.sequences import TokenSequence, TokenTable, mixed
 from drafthead.train.data.supervision import supervised_sequences
 from drafthead.train.data.token_table import token_table
-from drafthead.train.data.training_rows import DataConfig, load_packed
+from drafthead.train.data.training_rows import load_packed
 from drafthead.train.learning.evaluation import by_category
 from drafthead.train.learning.ranks import RankedAnchors
+from drafthead.train.settings import DataConfig
 
 
 @pytest.fixture
@@ -205,7 +207,7 @@ def test_tables_in_memory_hold_sequences() -> None:
         TokenSequence(torch.tensor(ids, dtype=torch.int32), torch.tensor(ids) > 5)
         for ids in ([5, 6, 7], [8])
     ]
-    table = TokenTable.of(sequences)
+    table = in_memory(sequences)
     assert [one.input_ids.tolist() for one in table[:2]] == [[5, 6, 7], [8]]
     assert table[-1].supervised.tolist() == [True]
     with pytest.raises(IndexError):
@@ -216,14 +218,14 @@ def table_of(*numbers: int) -> TokenTable:
     """Sequences of a one, which is not learnt, and one of the numbers."""
     learnt = torch.tensor([False, True])
     pairs = [torch.tensor([1, number], dtype=torch.int32) for number in numbers]
-    return TokenTable.of(TokenSequence(pair, learnt) for pair in pairs)
+    return in_memory(TokenSequence(pair, learnt) for pair in pairs)
 
 
 def two_answers_each(prompts: int) -> TokenTable:
     """Sequences of a prompt's token and its answer's, 500 or 501."""
     learnt = torch.tensor([False, True])
     pairs = [(prompt, 500 + answer) for answer in range(2) for prompt in range(prompts)]
-    return TokenTable.of(TokenSequence(torch.tensor(p, dtype=torch.int32), learnt) for p in pairs)
+    return in_memory(TokenSequence(torch.tensor(p, dtype=torch.int32), learnt) for p in pairs)
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.1, 1000), (0.5, 1000), (0.5, 21)])

@@ -7,8 +7,8 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-from distilled import SETTINGS, FakeDecoder, RoundedByBatch, asked, distilled, rows_by_id
-from tiny import byte_tokenizer, tiny_llama, write_target
+from distilled import SETTINGS, FakeDecoder, asked, distilled, rows_by_id
+from tiny import byte_tokenizer, target_folder, tiny_llama, write_target
 from transformers import LlamaForCausalLM
 from typer import Typer
 from typer.testing import CliRunner
@@ -140,16 +140,6 @@ def test_a_second_run_adds_only_what_is_missing(output: Path) -> None:
     assert distilled(decoder, asked(5), output).written == 0
 
 
-@pytest.mark.parametrize("kept", range(1, 60, 7))
-def test_a_half_written_line_is_dropped_and_answered_again(output: Path, kept: int) -> None:
-    distilled(FakeDecoder(), asked(3), output)
-    whole, content = rows_by_id(output), output.read_bytes()
-    last = content.rindex(b"\n", 0, -1) + 1
-    output.write_bytes(content[: last + kept])
-    distilled(FakeDecoder(), asked(3), output)
-    assert rows_by_id(output) == whole
-
-
 def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
     distilled(FakeDecoder(), asked(2), output)
     before = output.read_bytes()
@@ -157,20 +147,6 @@ def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
     with pytest.raises(UserError, match="the weights of fake are no longer those"):
         distilled(retrained, asked(3), output)
     assert output.read_bytes() == before
-
-
-@pytest.mark.parametrize("rows_left", range(8))
-def test_a_kill_changes_no_answer_when_answers_depend_on_the_batch(
-    output: Path, rows_left: int
-) -> None:
-    settings = replace(SETTINGS, batch_size=3)
-    distilled(RoundedByBatch(), asked(8), output, settings)
-    whole = output.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    output.write_bytes(b"".join(lines[:rows_left]) + lines[rows_left][:20])
-    report = distilled(RoundedByBatch(), asked(8), output, settings)
-    assert output.read_bytes() == whole
-    assert report.already_done == 3 * (rows_left // 3)
 
 
 def test_rows_that_a_user_took_out_are_answered_again_and_others_kept(output: Path) -> None:
@@ -221,7 +197,7 @@ def test_other_settings_are_refused_by_name(
 
 def test_a_file_of_another_kind_is_not_touched(output: Path) -> None:
     output.write_text("notes\n")
-    with pytest.raises(UserError, match=r"exists without answers.jsonl.manifest"):
+    with pytest.raises(UserError, match=r"exists without a readable answers.jsonl.manifest"):
         distilled(FakeDecoder(), asked(1), output)
     assert output.read_text() == "notes\n"
 
@@ -276,11 +252,7 @@ def test_settings_without_meaning_are_refused(wrong: dict[str, float]) -> None:
         DistillSettings("fake", "prompts.jsonl", **wrong)
 
 
-@pytest.fixture(scope="module")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_target(folder, max_position_embeddings=64, initializer_range=0.5)
-    return folder
+tiny_target = target_folder(max_position_embeddings=64, initializer_range=0.5)
 
 
 def test_greedy_answers_are_those_of_the_target(tiny_target: Path, output: Path) -> None:

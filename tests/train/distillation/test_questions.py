@@ -1,6 +1,5 @@
 """What is asked: samples, system messages, arguments of the chat template, and cut answers."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,14 +186,3 @@ def test_a_conversation_is_not_continued_after_a_cut_answer(output: Path) -> Non
     long = Conversation("a", [{"role": "user", "content": "xxxxxx"}] * 3, "prompts.jsonl:1")
     report = distilled(decoder, [long], output, settings)
     assert (report.dropped, report.shortened, len(decoder.batches)) == (1, (), 1)
-
-
-def test_settings_that_an_older_manifest_lacks_had_their_defaults(output: Path) -> None:
-    distilled(FakeDecoder(), asked(1), output)
-    manifest = output.with_name("answers.jsonl.manifest")
-    recorded = json.loads(manifest.read_text())
-    del recorded["system"], recorded["template_arguments"]
-    manifest.write_text(json.dumps(recorded))
-    distilled(FakeDecoder(), asked(2), output)
-    with pytest.raises(UserError, match="was started with system None, now 'x'"):
-        distilled(FakeDecoder(), asked(2), output, replace(SETTINGS, system="x"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from distilled import asked
-from tiny import write_target
+from tiny import target_folder, write_target
 
 from drafthead.core.errors import UserError
 from drafthead.infer import Decoder
@@ -37,11 +37,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    write_target(folder, initializer_range=0.5)
-    return folder
+target = target_folder(initializer_range=0.5)
 
 
 @pytest.fixture(scope="module")

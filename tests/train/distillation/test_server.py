@@ -11,7 +11,7 @@ from queue import Queue
 import pytest
 from completion_server import Completions, serving
 from distilled import asked, rows_by_id
-from tiny import byte_tokenizer, write_target
+from tiny import byte_tokenizer, target_folder
 from transformers import GenerationConfig
 
 from drafthead.core.errors import UserError
@@ -21,24 +21,20 @@ from drafthead.train.distillation import connection as connection_module
 from drafthead.train.distillation.answer_source import DecoderSource, without_repetition
 from drafthead.train.distillation.answers import DistillReport, distill
 from drafthead.train.distillation.connection import (
-    Connection,
+    ServerConnection,
     find_model,
     stored_end_ids,
     stored_penalty,
 )
 from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.distillation.server import ServerSource
-from drafthead.train.distillation.server_pool import Server
+from drafthead.train.distillation.server_pool import PooledServer
 from drafthead.train.settings import DistillSettings
 
 SETTINGS = DistillSettings("served", "prompts.jsonl", max_new_tokens=24, batch_size=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
-    write_target(folder, max_position_embeddings=64, initializer_range=0.5)
-    return folder
+folder = target_folder(max_position_embeddings=64, initializer_range=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def from_server(
 
 def source_of(decoder: Decoder, *urls: str) -> ServerSource:
     """The servers of a decoder."""
-    servers = [Server(url, None, SETTINGS.target) for url in urls]
+    servers = [PooledServer(url, None, SETTINGS.target) for url in urls]
     return ServerSource(servers, decoder.tokenizer, frozenset(decoder.end_ids))
 
 
@@ -235,22 +231,22 @@ def test_the_key_of_the_environment_is_sent(
 
 def test_a_refused_connection_is_one_sentence() -> None:
     with pytest.raises(UserError, match="no answer from .*:9/v1/models .connection refused"):
-        find_model(Connection("http://127.0.0.1:9"), None, "served")
+        find_model(ServerConnection("http://127.0.0.1:9"), None, "served")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "ftp://x/", "http://"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match="is not the address of a server"):
-        find_model(Connection(address), None, "served")
+        find_model(ServerConnection(address), None, "served")
 
 
 def test_a_server_of_another_kind_is_refused(completions: Completions) -> None:
     with pytest.raises(UserError, match="correct the address"):
-        find_model(Connection(f"{completions.url}/other"), None, "served")
+        find_model(ServerConnection(f"{completions.url}/other"), None, "served")
 
 
 def test_the_model_is_found_by_name(completions: Completions) -> None:
-    connection = Connection(completions.url + "/v1/")
+    connection = ServerConnection(completions.url + "/v1/")
     assert find_model(connection, None, "any").name == "served"
     completions.models = ("one", "two")
     assert find_model(connection, None, "two").name == "two"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import pytest
 from completion_server import Completions, serving
@@ -21,7 +22,7 @@ from drafthead.train.distillation.answer_source import DecoderSource
 from drafthead.train.distillation.answers import DistillReport, distill
 from drafthead.train.distillation.distilled_file import DistilledFile
 from drafthead.train.distillation.server import ServerSource
-from drafthead.train.distillation.server_pool import FIRST, Pace, Server
+from drafthead.train.distillation.server_pool import FIRST, Pace, PooledServer
 from drafthead.train.settings import DistillSettings
 
 SETTINGS = DistillSettings(
@@ -77,7 +78,7 @@ def near(output: Path) -> bytes:
 def from_servers(servers: list[Quick], output: Path) -> DistillReport:
     decoder = servers[0].decoder
     source = ServerSource(
-        [Server(each.url, None, "served") for each in servers],
+        [PooledServer(each.url, None, "served") for each in servers],
         decoder.tokenizer,
         frozenset(decoder.end_ids),
     )
@@ -176,7 +177,7 @@ def test_a_server_of_another_model_is_refused_by_name(
     two: list[Quick], output: Path, change: dict, sentence: str, later: bool
 ) -> None:
     """Also one that comes back with it."""
-    other = two[1]
+    other, found = two[1], Event()
 
     def exchange() -> None:
         other.models = change.get("models", other.models)
@@ -187,6 +188,9 @@ def test_a_server_of_another_model_is_refused_by_name(
         if "seed" in change:
             other.decoder.target = Target(tiny_llama(vocab_size=300, seed=1))
         other.is_gone = False
+        if later:  # the first answers nothing more, or all is answered before the other is asked
+            complete = two[0].complete
+            two[0].complete = lambda body: (found.wait(30), complete(body))[1]
 
     if later:
         other.is_gone = True
@@ -195,6 +199,7 @@ def test_a_server_of_another_model_is_refused_by_name(
         exchange()
     with pytest.raises(UserError, match=f"{two[0].url} .*{other.url}|{sentence}"):
         from_servers(two, output)
+    found.set()
 
 
 def test_requests_at_a_time_double_while_tokens_a_second_grow(monkeypatch) -> None:
@@ -227,6 +232,6 @@ def test_a_server_that_is_fast_beside_others_gets_more_requests(
 
 
 def test_a_busy_server_gets_fewer(two: list[Quick]) -> None:
-    server = Server(two[0].url, None, "served")
+    server = PooledServer(two[0].url, None, "served")
     server.rest(connection_module.AwayError("", "status 429", 30.0), time.monotonic())
     assert server.pace.at_once == FIRST // 2 and server.back_at > time.monotonic() + 25

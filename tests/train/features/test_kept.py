@@ -13,17 +13,16 @@ from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.train.data.packing import PackedData
-from drafthead.train.data.training_rows import DataConfig, load_packed
+from drafthead.train.data.training_rows import load_packed
 from drafthead.train.features import kept as kept_features
 from drafthead.train.features.kept import (
     FeatureSource,
     KeptFeatures,
     digest_of_settings,
     feature_bytes,
-    from_int8,
-    to_int8,
 )
 from drafthead.train.features.reading import FeatureReader
+from drafthead.train.settings import DataConfig
 
 SOURCE = FeatureSource(
     target="a", settings="s", rows="b", dtype="torch.float32", mixed_precision="no"
@@ -60,11 +59,9 @@ def passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def reader(
-    target: Target, data: PackedData, folder: Path, *layers: int, as_int8: bool = False
-) -> FeatureReader:
+def reader(target: Target, data: PackedData, folder: Path, *layers: int) -> FeatureReader:
     spec = FeatureSpec(layers)
-    return FeatureReader(target, data, spec, "no", KeptFeatures(folder, SOURCE, spec, as_int8))
+    return FeatureReader(target, data, spec, "no", KeptFeatures(folder, SOURCE, spec))
 
 
 def read_through(reader: FeatureReader) -> list[list[torch.Tensor]]:
@@ -156,45 +153,13 @@ def test_a_disk_without_room_is_said_before_training(tmp_path: Path):
         kept.reserve([2**50] * 10)
 
 
-def test_bytes_have_a_scale_for_each_position():
-    hidden = torch.tensor([[0.5, -1.27, 0.104], [0, 0, 0], [254, -6, 1]])
-    numbers, scales = to_int8(hidden)
-    assert numbers.tolist() == [[50, -127, 10], [0, 0, 0], [127, -3, 0]]
-    torch.testing.assert_close(scales[[0, 2]], torch.tensor([0.01, 2.0]))
-    back = from_int8(numbers, scales)
-    torch.testing.assert_close(back[[0, 1]], torch.tensor([[0.5, -1.27, 0.1], [0, 0, 0]]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_off_by_half_a_step_at_most(dtype: torch.dtype):
-    hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    back = from_int8(*to_int8(hidden))
-    assert back.dtype == dtype
-    step = hidden.float().abs().amax(dim=1, keepdim=True) / 127
-    rounding = torch.finfo(dtype).eps * hidden.float().abs()  # of scales and products
-    assert ((back.float() - hidden.float()).abs() <= step / 2 + rounding + 1e-6).all()
-
-
-def test_features_kept_as_bytes_are_the_same_in_every_epoch(target, data, passes, tmp_path: Path):
-    first = read_through(reader(target, data, tmp_path, 0, 2, as_int8=True))
-    done = len(passes)
-    assert same(read_through(reader(target, data, tmp_path, 0, 2, as_int8=True)), first)
-    assert len(passes) == done
-    exact = read_through(FeatureReader(target, data, FeatureSpec((0, 2)), "no"))
-    assert not same(exact, first)
-    for rounded, right in zip(first, exact, strict=True):
-        for found, wanted in zip(rounded[1:], right[1:], strict=True):
-            assert (found - wanted).abs().max() <= wanted.abs().max() / 127
-
-
-@pytest.mark.parametrize("as_int8", [False, True])
-def test_the_disk_that_is_said_to_be_needed_is_needed(target, data, tmp_path: Path, as_int8: bool):
-    keeping = reader(target, data, tmp_path, 0, 1, 2, as_int8=as_int8)
+def test_the_disk_that_is_said_to_be_needed_is_needed(target, data, tmp_path: Path):
+    keeping = reader(target, data, tmp_path, 0, 1, 2)
     read_through(keeping)
     files = [path for path in tmp_path.rglob("*.safetensors")]
     positions = sum(data.row_length(int(path.stem.removeprefix("row-"))) for path in files)
-    said = positions * feature_bytes(keeping.kept.spec, target.hidden_size, target.dtype, as_int8)
-    headers = 100 * len(files) * (8 if as_int8 else 4)
+    said = positions * feature_bytes(keeping.kept.spec, target.hidden_size, target.dtype)
+    headers = 400 * len(files)
     assert said < sum(path.stat().st_size for path in files) < said + headers
 
 
@@ -224,10 +189,9 @@ def test_a_budget_without_room_for_a_row_is_refused(tmp_path: Path):
         kept.reserve([1000] * 10, budget_gb=1e-7)
 
 
-@pytest.mark.parametrize("setting", [{"feature_dtype": "int8"}, {"feature_budget_gb": 1.0}])
-def test_how_features_are_kept_needs_a_folder(setting: dict):
-    with pytest.raises(ValueError, match="need a feature_folder"):
-        DataConfig("a.jsonl", **setting)
+def test_a_budget_needs_a_folder():
+    with pytest.raises(ValueError, match="needs a feature_folder"):
+        DataConfig("a.jsonl", feature_budget_gb=1.0)
 
 
 def test_a_budget_must_be_above_nothing():

@@ -4,26 +4,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import write_target
+from tiny import target_folder
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
 from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
-from drafthead.train.features.reading import TargetConfig, load_target, read_features
+from drafthead.train.features.reading import load_target, read_features
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.trainables import new_head, trainable
+from drafthead.train.settings import TargetConfig
 
 ON_DISK = {"model.layers.0": "disk", "model.layers.2": "disk"}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("target")
-    write_target(path, num_hidden_layers=3, initializer_range=0.05)
-    return path
+folder = target_folder(num_hidden_layers=3, initializer_range=0.05)
 
 
 def loss_of(target: Target, family: str) -> tuple[float, list[torch.Tensor]]:

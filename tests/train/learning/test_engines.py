@@ -10,10 +10,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.engines import build_accelerator, check_average, check_engine
+from drafthead.train.learning.engines import build_accelerator, check_engine
 from drafthead.train.learning.step import LossModule
 from drafthead.train.run.config import load_run_config
 from drafthead.train.run.trainables import new_head, trainable
@@ -86,26 +84,6 @@ def test_deepspeed_that_is_not_installed_is_one_sentence(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(UserError, match=r"DeepSpeed, which is not installed: pip install"):
         build_accelerator(load_run_config(config, [f"train.output={tmp_path}"]))
-
-
-@pytest.mark.parametrize(
-    ("engine", "stage", "refused"),
-    [
-        (DistributedType.FSDP, None, True),
-        (DistributedType.DEEPSPEED, 3, True),
-        (DistributedType.DEEPSPEED, 2, False),
-        (DistributedType.MULTI_CPU, None, False),
-    ],
-)
-def test_an_average_of_weights_is_refused_where_nobody_has_them_whole(
-    config: Path, engine: DistributedType, stage: int | None, refused: bool
-) -> None:
-    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
-    accelerator = SimpleNamespace(distributed_type=engine, deepspeed_plugin=plugin)
-    averaged = load_run_config(config, ["train.output=x", "train.ema=0.9"])
-    with pytest.raises(UserError, match="train.ema needs whole") if refused else nullcontext():
-        check_average(averaged.train, accelerator)
-    check_average(load_run_config(config, ["train.output=x"]).train, accelerator)
 
 
 def test_muon_is_refused_before_an_engine_starts(
@@ -185,18 +163,16 @@ def trained(config: Path, output: Path, *settings: str, engine: str = "") -> lis
 
 
 @pytest.fixture(scope="module")
-def runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
-    """By engine ("" is one process) and with or without an average of the weights: a folder with a
-    run of each family.
+def runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By engine ("" is one process): a folder with a run of each family.
 
     Runs of an engine stop after two steps of four, and other processes go on with them.
     """
 
     @cache
-    def of(engine: str, averaged: bool) -> Path:
+    def of(engine: str) -> Path:
         folder = tmp_path_factory.mktemp("families")
-        settings = ["train.ema=0.5"] if averaged else []
-        settings += ["--fsdp"] if engine == "fsdp2" else []
+        settings = ["--fsdp"] if engine == "fsdp2" else []
         for steps in (2, 4) if engine else (4,):
             launch(
                 engine,
@@ -230,10 +206,9 @@ TRACES = {
     ],
 )
 def test_engines_learn_what_one_process_learns_and_resume(
-    engine: str, trainable_family: str, runs: Callable[[str, bool], Path]
+    engine: str, trainable_family: str, runs: Callable[[str], Path]
 ) -> None:
-    averaged = engine in ("cpu2", "zero2")
-    folders = [runs(name, averaged) / trainable_family for name in ("", engine)]
+    folders = [runs(name) / trainable_family for name in ("", engine)]
     alone, together = map(losses, folders)
     assert together == pytest.approx(alone, abs=1e-5)
     states = folders[1] / "state" / "step-000000004"

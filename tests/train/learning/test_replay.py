@@ -1,27 +1,18 @@
-"""The on-policy stage: where decoding would draft, and that training there is training like any."""
-
-from dataclasses import replace
-from types import SimpleNamespace
+"""Decoding that is played again from ranks: where steps begin, and the tau that follows."""
 
 import pytest
 import torch
-from tiny import VOCAB
-from torch import nn
 
-from drafthead.core.target.features import Features
 from drafthead.core.trees.tree import TreeShape
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
-from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.infer import Decoder
 from drafthead.train.data.packing import collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning import step
 from drafthead.train.learning.evaluation import measure, ranked_anchors
-from drafthead.train.learning.ranks import accepted_in, replayed, roots_of_steps
-
-N = MAX_RANK
+from drafthead.train.learning.ranks import accepted_in, roots_of_steps
 
 
 def test_a_tree_accepts_the_true_path_as_far_as_it_holds_it() -> None:
@@ -72,37 +63,6 @@ def test_replayed_roots_are_those_of_decoding(target, make_head) -> None:
         assert max(lengths) > 1, "something was accepted"
 
 
-def test_every_family_drafts_behind_the_replayed_roots_alone(target, make_head, family) -> None:
-    head = make_head(family, target)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(8, VOCAB, (2, 24), generator=generator)
-    segments = torch.tensor([[1] * 10 + [2] * 14, [1] * 20 + [0] * 4])
-    features = target.run(ids, torch.arange(24).expand(2, 24), None, head.features_needed).features
-    batch = HeadBatch(ids, segments, (segments > 0) & (torch.rand(2, 24) < 2), features)
-    everywhere = head.loss(batch, target).ranks
-    found = replayed(batch, everywhere)
-    some = head.loss(found, target)
-    rows, anchors = anchor_positions(batch)
-    assert found.roots is not None
-    kept = found.roots[rows, anchors + 1]
-    assert 0 < kept.sum() < len(rows)
-    assert torch.equal(some.ranks, everywhere[kept]), "ranks stand in the order of the anchors"
-    assert some.total > 0
-
-
-@pytest.mark.parametrize("ranks", [[[N, N]] * 22, [[0, 0]] * 22])
-def test_a_head_that_is_never_or_always_right_is_replayed_too(target, make_head, ranks) -> None:
-    ids = torch.arange(8, 32)[None]
-    features = target.run(
-        ids, torch.arange(24)[None], None, make_head("medusa", target).features_needed
-    ).features
-    supervised = torch.arange(24)[None] > 1
-    batch = HeadBatch(ids, torch.ones_like(ids), supervised, features)
-    roots = replayed(batch, torch.tensor(ranks)).roots
-    expected = supervised if ranks[0][0] == N else supervised & (torch.arange(24) % 3 == 2)
-    assert torch.equal(roots, expected)
-
-
 def test_the_tau_that_is_reported_is_the_tau_of_decoding(family: str, target, make_head) -> None:
     """Answers that end where they end, several to a row, drafted as chains by every family."""
     head = make_head(family, target)
@@ -121,28 +81,3 @@ def test_the_tau_that_is_reported_is_the_tau_of_decoding(family: str, target, ma
     evaluation = measure(ranked_anchors(batch, head.loss(batch, target).ranks))
     assert evaluation.tau_chain == pytest.approx(result.stats.tau)
     assert evaluation.anchors == sum(map(len, result.sequences))
-
-
-class OneForEachRoot(nn.Module):
-    """A loss of 1 for each root; without roots every supervised token is one."""
-
-    def forward(self, batch: HeadBatch) -> tuple[torch.Tensor, SimpleNamespace]:
-        roots = batch.supervised if batch.roots is None else batch.roots
-        ranks = torch.zeros(int(batch.supervised.sum()), 1, dtype=torch.long)
-        return roots.sum().float(), SimpleNamespace(ranks=ranks)
-
-
-@pytest.mark.parametrize("every", [1, 2, 4])
-def test_a_loss_after_drafted_roots_counts_as_that_of_all_supervised_tokens(
-    monkeypatch, every: int
-) -> None:
-    """With every second token as root each of them stands for two, so no step is smaller."""
-    supervised = torch.ones(1, 16, dtype=torch.bool)
-    batch = HeadBatch(supervised.long(), supervised.long(), supervised, Features(None))
-    roots = torch.arange(16)[None] % every == 0
-    monkeypatch.setattr(step, "replayed", lambda batch, _: replace(batch, roots=roots))
-    runner = SimpleNamespace(model=OneForEachRoot())
-    rooted, weight = step.StepRunner._at_drafted_roots(runner, batch)
-    ordinary, _ = runner.model(batch)
-    total, _ = runner.model(rooted)
-    assert total * weight == ordinary == 16

@@ -13,10 +13,10 @@ from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.train.data.conversations import read_conversations
-from drafthead.train.jobs.outputs import manifest_path
+from drafthead.train.jobs.outputs import ResumableRows, manifest_path
 from drafthead.train.prompts import invention
 from drafthead.train.prompts.invention import InventReport, TooFewMessagesError, invent
-from drafthead.train.prompts.message_source import Message, MessageSource
+from drafthead.train.prompts.message_source import InventedMessage, MessageSource
 from drafthead.train.settings import InventSettings
 
 
@@ -49,9 +49,9 @@ def test_a_system_message_is_part_of_the_rows(tmp_path) -> None:
 
 
 def kill_before_the_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, calls = invention.save_progress, iter(range(9))
+    save, calls = ResumableRows.save, iter(range(9))
     monkeypatch.setattr(
-        invention, "save_progress", lambda *a: save(*a) if next(calls) < 2 else 1 / 0
+        ResumableRows, "save", lambda rows: save(rows) if next(calls) < 2 else 1 / 0
     )
     invent(FakeSource(), path, 11)
 
@@ -117,9 +117,9 @@ def test_a_file_that_cannot_be_continued_is_left_alone(tmp_path, change, problem
 
 def test_a_run_killed_while_it_begins_can_be_repeated(tmp_path, whole, monkeypatch) -> None:
     path = tmp_path / "prompts.jsonl"
-    for name in ("save_progress", "AnswerBar"):
+    for owner, name in ((ResumableRows, "save"), (invention, "AnswerBar")):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(invention, name, lambda *_: 1 / 0)
+            patch.setattr(owner, name, lambda *_: 1 / 0)
             invent(FakeSource(), path, 11)
     assert written(path, 11) == whole
 
@@ -133,7 +133,7 @@ def test_other_settings_are_refused(tmp_path) -> None:
 
 def test_a_target_that_brings_nothing_new_ends_the_run(tmp_path) -> None:
     source = FakeSource()
-    source.message = lambda number: Message(number, "always the same words", 3, True, False)
+    source.message = lambda number: InventedMessage(number, "always the same words", 3, True, False)
     with pytest.raises(
         UserError, match=r"nothing new in 20 batches: 1 of 5 messages .*same as another"
     ):
@@ -159,7 +159,7 @@ def target(tmp_path_factory) -> Target:
 
 
 def test_a_message_depends_on_its_number_alone(target) -> None:
-    def messages(batch_size: int, batches: int) -> list[Message]:
+    def messages(batch_size: int, batches: int) -> list[InventedMessage]:
         settings = InventSettings("tiny", batch_size=batch_size, max_new_tokens=30, seed=3)
         source = MessageSource(Decoder(target), settings)
         return [message for index in range(batches) for message in source.batch(index, [].append)]
@@ -176,7 +176,9 @@ def test_the_target_reads_the_template_up_to_the_users_turn(target, monkeypatch)
     end, user = tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"])
     assert source.turn.prefix == [user] and source.ends == {end}
     words = tokenizer("hi you")["input_ids"]
-    assert source._message(0, [], [*words, end], True) == Message(0, "hi you", 7, True, False)
+    assert source._message(0, [], [*words, end], True) == InventedMessage(
+        0, "hi you", 7, True, False
+    )
     inside = source._message(0, [], [*words, user, *words, end], True)
     assert inside.has_control_token and inside.tokens == 14
 

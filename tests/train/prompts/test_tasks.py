@@ -11,8 +11,8 @@ from drafthead.core.errors import UserError
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.prompts.tasks import (
     TASKS,
+    SourceText,
     Tasks,
-    Text,
     opening,
     passages,
     prompts_about,
@@ -37,7 +37,7 @@ def conversation(answer: str, role: str = "assistant") -> Conversation:
     return Conversation("a", messages, "f.jsonl:1")
 
 
-TEXTS = [Text(words(90, first).split(" "), f"q{first}") for first in (0, 100, 200)]
+TEXTS = [SourceText(words(90, first).split(" "), f"q{first}") for first in (0, 100, 200)]
 
 
 def test_long_answers_without_repetition_are_texts() -> None:
@@ -49,7 +49,7 @@ def test_long_answers_without_repetition_are_texts() -> None:
         Conversation("b", [{"role": "user", "content": words(80)}], "f.jsonl:2"),
     ]
     [text] = texts_of(rows)
-    assert text == Text(words(80).split(" "), "why?")
+    assert text == SourceText(words(80).split(" "), "why?")
 
 
 def asked(number: int, seed: int, most_passages: int = 4) -> list[str]:

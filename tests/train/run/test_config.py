@@ -9,7 +9,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from drafthead.core.errors import UserError
 from drafthead.heads.families.medusa.head import MedusaConfig
 from drafthead.train.prompts.tasks import Tasks
-from drafthead.train.run.config import RunConfig, TrainConfig, load_run_config, written_override
+from drafthead.train.run.config import RunConfig, load_run_config, written_override
+from drafthead.train.settings import TrainConfig
 from leaderboard import load_board
 
 CONFIGS = Path(__file__).parents[3] / "configs"

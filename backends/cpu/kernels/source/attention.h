@@ -1,14 +1,13 @@
 #ifndef DRAFTHEAD_ATTENTION
 #define DRAFTHEAD_ATTENTION
 #include "attention_rows.h"
-#include <cstring>
 
 // A query's result depends on the columns that it sees and on their order, bit by bit: not on other
 // queries, and not on where the columns lie. Values are added one column after the other, where one
 // of weight 0 changes nothing; with AMX, 32 of those that are seen at a time. A weight's partial sum
 // is chosen by its place among those that are seen. So a node of a tree gets what it gets in plain
-// decoding. As in torch's kernel, weights are rounded to bfloat16 before they are multiplied; with
-// AVX2 they stay in float32.
+// decoding. Where instructions multiply bfloat16
+// numbers, weights are rounded to these before, as in torch's kernel; else they stay in float32.
 namespace {
 // From one row, head and token or key to the next; the values of one are side by side.
 struct Steps { int64_t b, h, t; };
@@ -41,7 +40,7 @@ void attend(const at::BFloat16* query, Steps q, const at::BFloat16* key, Steps k
         Queries<D, mask_t> of;
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t h = kv_head * sharing + (start + r) % sharing, t = (start + r) / sharing;
-            std::memcpy(of.query + r * D, query + b * q.b + h * q.h + t * q.t, D * 2);
+            copy(query + b * q.b + h * q.h + t * q.t, D, of.query + r * D);
             of.mask[r] = mask + b * m.b + h * m.h + t * m.t;
             of.output[r] = output + b * o.b + h * o.h + t * o.t;
         }

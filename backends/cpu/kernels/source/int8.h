@@ -1,16 +1,16 @@
 // Rows of whole numbers. A row is turned first, in blocks of 64 values, by a Hadamard matrix, as
 // weights are: that changes no product but for a factor of 64, and shares out the largest values of a row.
-// Then it is divided by its scale and rounded to -127 to 127, and stored with 128 added.
+// Then it is divided by its scale and rounded to -127 to 127, and stored with SHIFT added.
 #ifndef DRAFTHEAD_INT8
 #define DRAFTHEAD_INT8
-#include "numbers.h"
+#include "fours.h"
 #include <bit>
 #include <cstring>
 #include <vector>
 
 namespace {
 constexpr int TURNED = 64;  // values of a block
-constexpr int LEVELS = 127, SHIFT = 128;
+constexpr int LEVELS = 127;
 constexpr int64_t SHARED_ROWS = 8192;  // of fewer values threads would wait longer than they work
 
 inline int64_t padded(int64_t inner) { return (inner + TURNED - 1) / TURNED * TURNED; }
@@ -71,15 +71,13 @@ struct Int8Rows {
     std::vector<float> scales;
     int64_t inner;  // with zeros to whole blocks
 
-    Int8Rows(const at::BFloat16* x, int64_t rows, int64_t inner, int threads)
+    Int8Rows(const at::BFloat16* x, const at::BFloat16*, int64_t rows, int64_t inner, int threads)
         : scales(rows), inner(padded(inner)) {
         static thread_local std::vector<uint8_t> memory;
         if (int64_t(memory.size()) < rows * this->inner) memory.resize(rows * this->inner);
         numbers = memory.data();
         fill(x, rows, inner, threads);
     }
-
-    int64_t block_size() const { return 16 * inner + 128; }  // counted in bfloat16
 
     void fill(const at::BFloat16* x, int64_t rows, int64_t size, int threads) {
         #pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > SHARED_ROWS)

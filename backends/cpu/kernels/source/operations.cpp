@@ -8,12 +8,12 @@
 #include <torch/library.h>
 
 #include "attention.h"
-#include "draw.h"
 #include "gated_mlp.h"
 #include "growth.h"
 #include "linear.h"
 #include "move_columns.h"
 #include "norm.h"
+#include "pack_blocks.h"
 #include "top_k.h"
 
 namespace {
@@ -27,24 +27,29 @@ int threads() { return omp_get_max_threads(); }
 
 const BFloat16* read(const Tensor& x) { return x.const_data_ptr<BFloat16>(); }
 BFloat16* written(const Tensor& x) { return x.mutable_data_ptr<BFloat16>(); }
-// Packed weights of either form.
+// Packed weights of any form, and the size of a block of them.
 const BFloat16* packed_of(const Tensor& x) {
     return static_cast<const BFloat16*>(x.const_data_ptr());
 }
+int64_t block_size(const Tensor& x) { return x.stride(0) * x.element_size() / 2; }
 const BFloat16* read_if_any(const Tensor& x) { return x.numel() ? read(x) : nullptr; }
 int64_t rows_of(const Tensor& x) { return x.numel() / x.size(-1); }
 
 // The first part of [rows, inner] x packed, whose form its type tells.
 void multiply_rows(const BFloat16* x, const Tensor& packed, const BFloat16* bias, BFloat16* out,
                    int64_t rows, int64_t inner, int64_t size) {
-    const auto multiply = packed.scalar_type() == at::kInt ? linear<Int8Rows> : linear<Bfloat16Rows>;
-    multiply(x, packed_of(packed), bias, out, rows, inner, size, threads());
+    const auto multiply = packed.scalar_type() == at::kByte  ? linear<BlockRows>
+                          : packed.scalar_type() == at::kInt ? linear<Int8Rows>
+                                                             : linear<Bfloat16Rows>;
+    multiply(x, packed_of(packed), block_size(packed), bias, out, rows, inner, size, threads());
 }
 
 void gate_rows(const BFloat16* x, const Tensor& packed, BFloat16* out, int64_t rows, int64_t inner,
                int64_t size) {
-    const auto multiply = packed.scalar_type() == at::kInt ? gated<Int8Rows> : gated<Bfloat16Rows>;
-    multiply(x, packed_of(packed), out, rows, inner, size, threads());
+    const auto multiply = packed.scalar_type() == at::kByte  ? gated<BlockRows>
+                          : packed.scalar_type() == at::kInt ? gated<Int8Rows>
+                                                             : gated<Bfloat16Rows>;
+    multiply(x, packed_of(packed), block_size(packed), out, rows, inner, size, threads());
 }
 
 // f(D as a constant) for heads of a multiple of 32 values, up to 256
@@ -121,6 +126,23 @@ std::tuple<Tensor, Tensor> int8_rows_op(const Tensor& x) {
         scales.mutable_data_ptr<float>()[r] = to_int8(read(from) + r * inner, inner, 0, numbers + r * size);
     }
     return {out, scales};
+}
+
+// Packs a matrix in blocks of a file [N, row bytes]: [N / 32, bytes].
+void write_blocks_op(const Tensor& packed, const Tensor& raw, int64_t kind) {
+    const int64_t columns = raw.size(0), row = raw.stride(0), stride = packed.stride(0);
+    const auto* from = raw.const_data_ptr<uint8_t>();
+    auto* to = packed.mutable_data_ptr<uint8_t>();
+    with_form(kind, [&](auto form) {
+        using Form = decltype(form);
+        const int64_t groups = raw.size(1) / Form::RAW * (Form::IS_SUPER ? SUPER : 1);
+        TORCH_CHECK(Form::bytes(groups) <= packed.size(1) && raw.stride(1) == 1);
+        #pragma omp parallel for num_threads(threads()) schedule(static)
+        for (int64_t c = 0; c < columns; c += 32) {
+            pack_columns<Form>(kind, from + c * row, row, std::min<int64_t>(32, columns - c),
+                               groups, to + c / 32 * stride);
+        }
+    });
 }
 
 Tensor attend_op(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask,
@@ -422,24 +444,6 @@ Tensor visible_columns_op(const Tensor& visible, const Tensor& lengths, const Te
     return mask;
 }
 
-template <typename logit_t>
-void draw_all(const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& keys,
-              const Tensor& settings, const Tensor& out) {
-    draw(logits.const_data_ptr<logit_t>(), tokens.const_data_ptr<int64_t>(),
-         parents.const_data_ptr<int64_t>(), keys.const_data_ptr<int64_t>(),
-         settings.const_data_ptr<float>(), out.mutable_data_ptr<int64_t>(), tokens.size(0),
-         tokens.size(1), logits.size(-1), threads());
-}
-
-Tensor draw_op(const Tensor& logits, const Tensor& tokens, const Tensor& parents,
-               const Tensor& keys, const Tensor& settings, bool) {
-    Tensor out = at::empty(tokens.sizes(), tokens.options());
-    const auto all = logits.scalar_type() == at::kFloat ? draw_all<float> : draw_all<BFloat16>;
-    all(logits.contiguous(), tokens.contiguous(), parents.contiguous(), keys.contiguous(),
-        settings.contiguous(), out);
-    return out;
-}
-
 void move_columns_op(TensorList keys, TensorList values, const Tensor& source,
                      const Tensor& destination) {
     const Tensor from = source.contiguous(), to = destination.contiguous();
@@ -462,6 +466,7 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("linear", TORCH_FN(linear_op));
     m.impl("gated", TORCH_FN(gated_op));
     m.impl("int8_rows", TORCH_FN(int8_rows_op));
+    m.impl("write_blocks", TORCH_FN(write_blocks_op));
     m.impl("attend", TORCH_FN(attend_op));
     m.impl("rms_norm", TORCH_FN(rms_norm_op));
     m.impl("rotations", TORCH_FN(rotations_op));
@@ -473,6 +478,5 @@ TORCH_LIBRARY_IMPL(drafthead, CPU, m) {
     m.impl("with_children", TORCH_FN(with_children_op));
     m.impl("best_tree", TORCH_FN(best_tree_op));
     m.impl("visible_columns", TORCH_FN(visible_columns_op));
-    m.impl("draw", TORCH_FN(draw_op));
     m.impl("move_columns", TORCH_FN(move_columns_op));
 }

@@ -1,66 +1,38 @@
-"""Attention of both sets of kernels: a query has the same bits wherever what it sees lies."""
+"""Attention: a query has the same bits wherever what it sees lies."""
 
 import random
-from collections.abc import Iterator
-from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import CDLL, c_float, c_int64, c_void_p
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch._inductor.codecache import CppCodeCache
 
 from drafthead.backends.cpu.kernels import library
-from drafthead.backends.cpu.kernels.kernel_set import AVX2, kernel_set
 from drafthead.backends.cpu.kernels.library import text_of
 
-HEADERS = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <c10/util/Unroll.h>\n"
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 HIDDEN = torch.finfo(torch.bfloat16).min
 SIZE = 64  # of a head
-CALLS = """
-extern "C" void attention(
-    const at::BFloat16* query, const at::BFloat16* key, const at::BFloat16* value,
-    const at::BFloat16* mask, at::BFloat16* output, int64_t batch, int64_t heads, int64_t kv_heads,
-    int64_t tokens, int64_t columns, int64_t capacity, int threads) {
-  const Steps rows{tokens * heads * 64, 64, heads * 64};
-  const Steps states{kv_heads * capacity * 64, capacity * 64, 64};
-  attend<64>(query, rows, key, states, value, states, mask, Steps{tokens * columns, 0, columns},
-             output, rows, batch, heads, kv_heads, tokens, columns, 0.1f, threads);
-}
+SUM = """
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/Unroll.h>
+HEADERS
 extern "C" float sum_of_weights(float* scores, const at::BFloat16* mask, int64_t columns) {
   return weigh(scores, mask, columns);
 }
 """
 
 
-@pytest.fixture(scope="module", params=["its own", AVX2])
-def kernels(request) -> Iterator[CDLL]:
-    """The set for this processor, and that for AVX2, which most processors have."""
-    chosen, bits = (AVX2, 256) if request.param == AVX2 else (kernel_set(), None)
-    with (
-        torch._inductor.config.patch({"cpp.simdlen": bits}),
-        patch.object(library, "kernel_set", lambda: chosen),
-    ):
-        found = CppCodeCache.load(HEADERS + text_of("attention.h") + CALLS)
-    found.sum_of_weights.restype = c_float
-    yield found
-
-
 def attention(
-    kernels: CDLL,
     query: torch.Tensor,  # [B, T, H, D]
     states: tuple[torch.Tensor, torch.Tensor],  # [B, G, C, D] each
     mask: torch.Tensor,  # [B, 1, T, S]
-    threads: int = 1,
 ) -> torch.Tensor:
     """The result [B, T, H, D]."""
-    output = torch.empty_like(query)
-    tensors = [c_void_p(t.data_ptr()) for t in (query, *states, mask, output)]
-    batch, tokens, heads, _ = query.shape
-    sizes = batch, heads, states[0].shape[1], tokens, mask.shape[-1], states[0].shape[2]
-    kernels.attention(*tensors, *map(c_int64, sizes), c_int(threads))
-    return output
+    keys, values = (each[:, :, : mask.shape[-1]] for each in states)
+    attended = torch.ops.drafthead.attend(query.transpose(1, 2), keys, values, mask, 0.1)
+    return attended.transpose(1, 2)
 
 
 def random_paths(
@@ -81,7 +53,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 60, 20))
-def test_nodes_of_a_tree_in_a_batch_have_the_bits_of_their_paths_alone(kernels, first_seed) -> None:
+def test_nodes_of_a_tree_in_a_batch_have_the_bits_of_their_paths_alone(first_seed) -> None:
     for seed in range(first_seed, first_seed + 20):
         chance = random.Random(seed)
         rows, groups, sharing, nodes = (chance.randint(1, most) for most in (3, 2, 3, 40))
@@ -96,24 +68,35 @@ def test_nodes_of_a_tree_in_a_batch_have_the_bits_of_their_paths_alone(kernels, 
         mask = torch.full((rows, 1, nodes, columns), HIDDEN, dtype=torch.bfloat16)
         for row, node in product(range(rows), range(nodes)):
             mask[row, 0, node, paths[row][node]] = 0
-        found = attention(kernels, query, (keys, values), mask, threads=chance.randint(1, 2))
+        torch.set_num_threads(chance.randint(1, 2))
+        found = attention(query, (keys, values), mask)
         for row, node in product(range(rows), range(nodes)):
             one, path = slice(row, row + 1), paths[row][node]
             own = keys[one, :, path].contiguous(), values[one, :, path].contiguous()
             shown = torch.zeros(1, 1, 1, len(path), dtype=torch.bfloat16)
-            alone = attention(kernels, query[one, node : node + 1].contiguous(), own, shown)
+            alone = attention(query[one, node : node + 1], own, shown)
             assert torch.equal(alone[0, 0], found[row, node]), (seed, row, node)
 
 
-def test_the_sum_of_weights_has_the_same_bits_wherever_hidden_columns_lie(kernels) -> None:
-    """One bit of it is seldom seen in a result that is rounded to bfloat16."""
-    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+@pytest.fixture
+def sum_of_weights(tmp_path) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """The sum of attention's weights, from scores and mask [S]; the set's own code."""
+    path = tmp_path / "sum.so"
+    library.compile_library(SUM.replace("HEADERS", text_of("attention_rows.h")), path)
+    kernel = CDLL(str(path)).sum_of_weights
+    kernel.restype = c_float
 
-    def sum_of(scores: torch.Tensor, mask: torch.Tensor) -> float:
+    def call(scores: torch.Tensor, mask: torch.Tensor) -> float:
         memory = torch.cat([scores, torch.zeros(16)])  # it is read in whole blocks
         pointers = c_void_p(memory.data_ptr()), c_void_p(mask.data_ptr())
-        return kernels.sum_of_weights(*pointers, c_int64(len(scores)))
+        return kernel(*pointers, c_int64(len(scores)))
 
+    return call
+
+
+def test_the_sum_of_weights_has_the_same_bits_wherever_hidden_columns_lie(sum_of_weights) -> None:
+    """One bit of it is seldom seen in a result that is rounded to bfloat16."""
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(50):
         columns = chance.randrange(1, 130)
         scores = torch.randn(columns, generator=generator)
@@ -121,4 +104,4 @@ def test_the_sum_of_weights_has_the_same_bits_wherever_hidden_columns_lie(kernel
         hidden[chance.randrange(columns)] = False
         hidden[: chance.randrange(columns)] = False  # committed ones
         mask = torch.zeros(columns, dtype=torch.bfloat16).masked_fill(hidden, HIDDEN)
-        assert sum_of(scores, mask) == sum_of(scores[~hidden], mask[~hidden])
+        assert sum_of_weights(scores, mask) == sum_of_weights(scores[~hidden], mask[~hidden])

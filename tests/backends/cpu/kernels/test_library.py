@@ -1,4 +1,4 @@
-"""The kernels that all graphs share are compiled once, for the widest set that may be used."""
+"""The kernels are compiled once, for the best set that can run or the one that the user names."""
 
 import os
 import subprocess
@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from drafthead.backends.cpu.kernels import library
-from drafthead.backends.cpu.kernels.kernel_set import AMX, AVX2, AVX512, kernel_set
+from drafthead.backends.cpu.kernels.kernel_set import (
+    AMX,
+    AVX2,
+    AVX512,
+    SETS,
+    VARIABLE,
+    kernel_set,
+    runnable,
+)
+from drafthead.core.errors import UserError
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 
@@ -24,46 +33,82 @@ def test_a_library_that_one_process_has_compiled_is_taken_by_the_next(monkeypatc
     assert other != path and not other.exists()
 
 
-BFLOAT16 = {"avx512_bf16": True, "amx_bf16": False}
-TILES = BFLOAT16 | {"amx_bf16": True}
+def test_libraries_of_all_sets_lie_side_by_side(monkeypatch) -> None:
+    names = set()
+    for name in SETS:
+        monkeypatch.setattr(library, "kernel_set", lambda name=name: name)
+        names.add(library.name_of(library.text()))
+    assert len(names) == len(SETS)
 
 
-@pytest.mark.parametrize(
-    ("widest", "has", "wanted", "allowed", "expected"),
-    [
-        ("AVX512", TILES, "", True, AMX),
-        ("AVX512", TILES, "", False, AVX512),  # the system refuses
-        ("AVX512", TILES, "avx512", True, AVX512),
-        ("AVX512", BFLOAT16, "", True, AVX512),
-        ("AVX512", {}, "", True, AVX2),
-        ("AVX2", TILES, "avx2", True, AVX2),
-        ("DEFAULT", TILES, "default", True, None),
-    ],
-)
-def test_the_set_is_the_widest_that_processor_system_and_user_allow(
-    monkeypatch, widest: str, has: dict[str, bool], wanted: str, allowed: bool, expected: str | None
+@pytest.fixture
+def processor(monkeypatch):
+    """Makes this machine one that has some instructions, and lets a process use tiles or not."""
+
+    def has(*instructions: str, tiles: bool = True) -> None:
+        found = dict.fromkeys(("avx2", "fma3", *instructions), True)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda: tiles)
+
+    return has
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_processor_gets_the_first_set_whose_instructions_it_has(
+    monkeypatch, processor, name
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: widest)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: allowed)
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", wanted)
-    assert kernel_set.__wrapped__() == expected
+    monkeypatch.delenv(VARIABLE, raising=False)
+    processor(*SETS[name].instructions)
+    assert kernel_set.__wrapped__() == name
+    monkeypatch.setenv(VARIABLE, AVX2)
+    assert kernel_set.__wrapped__() == AVX2
+    monkeypatch.setenv(VARIABLE, "none")
+    assert kernel_set.__wrapped__() is None
+
+
+def test_a_system_may_refuse_tiles(monkeypatch, processor) -> None:
+    processor(*SETS[AMX].instructions, tiles=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert kernel_set.__wrapped__() == "avx512bf16"
+    monkeypatch.setenv(VARIABLE, AMX)
+    with pytest.raises(UserError, match="leave to use tiles.*use avx512bf16, avx512vnni"):
+        kernel_set.__wrapped__()
+
+
+def test_a_set_that_cannot_run_and_one_that_is_none_are_refused(monkeypatch, processor) -> None:
+    processor()
+    for wanted, sentence in {
+        AVX512: "=avx512 needs what this machine lacks .avx512_f, .*: use avx2, none",
+        "avx3": "=avx3 is none of amx, avx512bf16, avx512vnni, avx512, avxvnni, avx2 and none",
+    }.items():
+        monkeypatch.setenv(VARIABLE, wanted)
+        with pytest.raises(UserError, match=sentence):
+            kernel_set.__wrapped__()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("lower", [AVX512, AVX2])
-def test_kernels_of_a_lower_set_hold_what_those_of_the_widest_do(lower) -> None:
-    if lower in (kernel_set(), None) or kernel_set() == AVX2:
-        pytest.skip("the other tests have tried it")
-    names = ("linear", "gated_mlp", "attention")
-    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
-    script = (
-        "import sys, pytest; from drafthead.backends.cpu.kernels.kernel_set import kernel_set; "
-        f"assert kernel_set() == {lower!r}; sys.exit(pytest.main(sys.argv[1:]))"
-    )
+@pytest.mark.parametrize("name", SETS)
+def test_kernels_of_each_set_compile(name, monkeypatch, tmp_path) -> None:
+    """Also those that this processor cannot run, which no other test looks at."""
+    monkeypatch.setattr(library, "kernel_set", lambda: name)
+    source = tmp_path / "operations.cpp"
+    source.write_text(library.text())
+    command = [*library.command(source, tmp_path / "none"), "-fsyntax-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SETS)
+def test_kernels_of_each_set_hold_what_those_of_the_best_do(name) -> None:
+    """All tests of kernels in one process for each set that this processor can run."""
+    if name == kernel_set() or name not in runnable():
+        pytest.skip("the other tests have tried it" if name == kernel_set() else "it cannot run")
+    folder = Path(__file__).parent
+    tests = map(str, (folder, folder.parent / "test_packed.py"))
     done = subprocess.run(
-        [sys.executable, "-c", script, "-q", "-p", "no:cacheprovider", *files],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": lower},
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        env=os.environ | {VARIABLE: name},
         capture_output=True,
         text=True,
         check=False,

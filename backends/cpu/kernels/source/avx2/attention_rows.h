@@ -111,16 +111,15 @@ void attend_rows(const Queries<D, mask_t>& of, int64_t rows, const at::BFloat16*
                  int64_t columns, float scale) {
     const int64_t width = (columns + 7) / 8 * 8;
     static thread_local std::vector<float> memory;
-    memory.resize(MOST_QUERIES * (width + D));
-    float *scores = memory.data(), *query = scores + MOST_QUERIES * width;
-    for (int64_t i = 0; i < rows * D; i += 8) _mm256_storeu_ps(query + i, load(of.query + i));
+    memory.resize(MOST_QUERIES * width);
+    float* scores = memory.data();
     for (int64_t s = 0; s < columns; s += KEYS) {
         const at::BFloat16* some[KEYS];  // where there are fewer, the last one again
         for (int64_t i = 0; i < KEYS; ++i) {
             some[i] = keys + std::min(s + i, columns - 1) * key_stride;
         }
         in_groups<SCORED>(rows, [&](int64_t r, auto count) {
-            score<D, count()>(query + r * D, some, scale, scores + r * width + s, width);
+            score<D, count()>(of.query + r * D, some, scale, scores + r * width + s, width);
         });
     }
     float sums[MOST_QUERIES];

@@ -2,8 +2,7 @@
 #ifndef DRAFTHEAD_MULTIPLY
 #define DRAFTHEAD_MULTIPLY
 #include "ahead.h"
-#include "numbers.h"
-#include <vector>
+#include "bfloat16_rows.h"
 
 namespace {
 // Sums of 6 rows and 16 columns, or of 2 rows and 32 columns, fill at most 12 of the 16 registers.
@@ -11,24 +10,6 @@ constexpr int MOST_ROWS = 6, GROUP_ROWS = 6;
 
 // How far before they are needed `values` weights are fetched: they are read twice, so all of them.
 inline int64_t distance_of(int64_t values) { return values; }
-
-// Rows of bfloat16 numbers x [rows, inner] in float32.
-struct Bfloat16Rows {
-    static constexpr int LINES = 8;  // of weights for 8 values of x
-    float* x;
-    int64_t inner;
-
-    Bfloat16Rows(const at::BFloat16* from, int64_t rows, int64_t inner, int) : inner(inner) {
-        static thread_local std::vector<float> memory;
-        if (int64_t(memory.size()) < rows * inner) memory.resize(rows * inner);
-        x = memory.data();
-        const int64_t whole = rows * inner / 8 * 8;
-        for (int64_t i = 0; i < whole; i += 8) _mm256_storeu_ps(x + i, load(from + i));
-        for (int64_t i = whole; i < rows * inner; ++i) x[i] = from[i];
-    }
-
-    int64_t block_size() const { return 32 * inner; }
-};
 
 // Of eight columns the first (PLACE 0) or second value of a pair, as they are packed.
 template <int PLACE>

@@ -5,40 +5,12 @@
 #include "multiply.h"
 
 namespace {
-// Four bytes of x, repeated eight times, as products need them.
-struct Fours {
-#ifdef __AVXVNNI__
-    __m256i all;
-    explicit Fours(__m256i fours) : all(fours) {}
-#else
-    __m256i even, odd;  // numbers of 16 bits
-    explicit Fours(__m256i fours)
-        : even(_mm256_and_si256(fours, _mm256_set1_epi16(0xff))), odd(_mm256_srli_epi16(fours, 8)) {}
-#endif
-};
-
-// sums + the products of the fours of eight columns with those of x
-inline __m256i multiplied(__m256i sums, const Fours& x, __m256i weights) {
-#ifdef __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(sums, x.all, weights);
-#else
-    // Not by _mm256_maddubs_epi16, whose sums of two products can be too large for 16 bits.
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(weights, 8), 8);
-    const __m256i odd = _mm256_srai_epi16(weights, 8);
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(x.even, even));
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(x.odd, odd));
-#endif
-}
-
 // out[r][first .. first + 8 C - 1] = x[row + r] . block + bias, of which the first `columns` are stored.
 template <int R, int C>
 inline void multiply_columns(int first, const Int8Rows& rows, int64_t row, const Int8Block& block,
                              const at::BFloat16* bias, at::BFloat16* out, int64_t size,
                              int columns, Ahead ahead) {
     const auto* x = rows.numbers + row * rows.inner;
-    auto eight = [](const auto* from) INLINE {
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    };
     __m256i sums[R * C];
     c10::ForcedUnroll<R * C>{}([&](auto i) INLINE {
         sums[i] = eight(block.starts + first + i % C * 8);
@@ -49,15 +21,14 @@ inline void multiply_columns(int first, const Int8Rows& rows, int64_t row, const
                 _mm_prefetch((const char*)ahead.start, _MM_HINT_T1);
             }
         }
-        __m256i weights[C];
-        c10::ForcedUnroll<C>{}([&](auto c) INLINE {
-            weights[c] = eight(block.numbers + k * 32 + (first + c * 8) * 4);
-        });
+        const auto* weights = block.numbers + k * 32 + first * 4;
+        Fours fours[C];
+        c10::ForcedUnroll<C>{}([&](auto c) INLINE { fours[c] = Fours(weights + c * 32); });
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
             const auto values = *reinterpret_cast<const int32_t*>(x + r * rows.inner + k);
-            const Fours fours(_mm256_set1_epi32(values));
+            const __m256i repeated = _mm256_set1_epi32(values);
             c10::ForcedUnroll<C>{}([&](auto c) INLINE {
-                sums[r * C + c] = multiplied(sums[r * C + c], fours, weights[c]);
+                sums[r * C + c] = add_products(sums[r * C + c], repeated, fours[c]);
             });
         });
     }

@@ -63,7 +63,7 @@ inline void store_shares(__m512 low, __m512 high, float share, at::BFloat16* out
     const __m512i order = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
     auto rounded = [&](__m512 total) INLINE {
         const __m512 product = _mm512_mul_ps(total, _mm512_set1_ps(share));
-        return _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(product));
+        return _mm512_castsi256_si512(narrow(product));
     };
     _mm512_storeu_si512(out, _mm512_permutex2var_epi64(rounded(low), order, rounded(high)));
 }

@@ -12,8 +12,8 @@ constexpr int MOST_QUERIES = 16;  // of one head of keys, worked on together
 namespace {
 constexpr int MIXED = 4;  // rows whose sums of 64 values do
 
-// Puts bfloat16(exp(scores + mask - max)) into the first half of scores' memory, 0 after `columns`,
-// and of each pair of columns the second weight first, see `mix`; returns the sum of the weights, not
+// Puts exp(scores + mask - max) as numbers into the beginning of scores' memory, 0 after `columns`, and
+// of each pair of columns the second weight first, see `mix`; returns the sum of the weights, not
 // rounded.
 template <typename mask_t>
 inline float weigh(float* scores, const mask_t* mask, int64_t columns) {
@@ -32,16 +32,14 @@ inline float weigh(float* scores, const mask_t* mask, int64_t columns) {
         at::vec::Vectorized<float> below(_mm512_sub_ps(_mm512_loadu_ps(scores + s), top));
         __m512 weight = below.exp_u20();
         sum.add(weight, _mm512_cmp_ps_mask(below, _mm512_set1_ps(HIDDEN), _CMP_NLE_UQ));
-        const auto rounded = (__m256i)_mm512_cvtneps_pbh(weight);
-        _mm256_storeu_si256((__m256i*)(reinterpret_cast<at::BFloat16*>(scores) + s),
-                            _mm256_rol_epi32(rounded, 16));
+        store_swapped(weight, reinterpret_cast<number_t*>(scores) + s);
     }
     return sum.total();
 }
 
-// output[r] = sum_s weights[r][s] values[s] / sums[r], two columns s at a time. The processor adds
-// the second product of a pair first, and rounds after each: pairs are stored the other way round, so
-// that the columns are added in their order, and those of weight 0 change nothing.
+// output[r] = sum_s weights[r][s] values[s] / sums[r], two columns s at a time. The second product of
+// a pair is added first, and rounded each time: pairs are stored the other way round, so that the columns
+// are added in their order, and those of weight 0 change nothing.
 template <int D, int R>
 inline void mix(const float* weights, int64_t width, const at::BFloat16* values, int64_t stride,
                 int64_t columns, const float* sums, at::BFloat16* const* output) {
@@ -51,17 +49,14 @@ inline void mix(const float* weights, int64_t width, const at::BFloat16* values,
     for (int64_t s = 0; s < columns; s += 2) {
         const auto* one = values + s * stride;
         const auto* two = s + 1 < columns ? one + stride : one;  // or any, of weight 0
-        __m512bh v[PARTS];
         c10::ForcedUnroll<PARTS / 2>{}([&](auto p) INLINE {
             __m512i a = _mm512_loadu_si512(one + p * 32), b = _mm512_loadu_si512(two + p * 32);
-            v[2 * p] = (__m512bh)_mm512_unpacklo_epi16(b, a);
-            v[2 * p + 1] = (__m512bh)_mm512_unpackhi_epi16(b, a);
-        });
-        c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            auto pair = reinterpret_cast<const int32_t*>(weights + r * width)[s / 2];
-            auto repeated = (__m512bh)_mm512_set1_epi32(pair);
-            c10::ForcedUnroll<PARTS>{}([&](auto p) INLINE {
-                totals[r * PARTS + p] = _mm512_dpbf16_ps(totals[r * PARTS + p], repeated, v[p]);
+            const Pairs low(_mm512_unpacklo_epi16(b, a)), high(_mm512_unpackhi_epi16(b, a));
+            c10::ForcedUnroll<R>{}([&](auto r) INLINE {
+                const Two pair(reinterpret_cast<const number_t*>(weights + r * width) + s);
+                __m512* its = totals + r * PARTS + 2 * p;
+                its[0] = add_products(its[0], pair, low);
+                its[1] = add_products(its[1], pair, high);
             });
         });
     }

@@ -2,7 +2,7 @@
 #ifndef DRAFTHEAD_MULTIPLY
 #define DRAFTHEAD_MULTIPLY
 #include "ahead.h"
-#include "bfloat16_rows.h"
+#include "pairs.h"
 
 namespace {
 // Few rows wait for memory, which the processor then reads ahead by itself: asking as well takes a
@@ -27,17 +27,13 @@ inline void multiply(std::integral_constant<int, R>, const Bfloat16Rows& factors
     };
     __m512 sums[2 * R];
     c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE { sums[i] = bias_of(i % 2); });
-    // One instruction multiplies a pair of x, repeated 16 times, with the pairs of 16 columns.
     auto pair = [&](int64_t k) INLINE {
-        auto weights = [&](int c) INLINE {
-            return (__m512bh)_mm512_loadu_si512(block + k * 32 + c * 32);
-        };
-        __m512bh left = weights(0), right = weights(1);
+        const Pairs left(_mm512_loadu_si512(block + k * 32));
+        const Pairs right(_mm512_loadu_si512(block + k * 32 + 32));
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            auto values = *reinterpret_cast<const int32_t*>(x + r * inner + k);
-            __m512bh repeated = (__m512bh)_mm512_set1_epi32(values);
-            sums[2 * r] = _mm512_dpbf16_ps(sums[2 * r], repeated, left);
-            sums[2 * r + 1] = _mm512_dpbf16_ps(sums[2 * r + 1], repeated, right);
+            const Two two(x + r * inner + k);
+            sums[2 * r] = add_products(sums[2 * r], two, left);
+            sums[2 * r + 1] = add_products(sums[2 * r + 1], two, right);
         });
     };
     int64_t k = 0;

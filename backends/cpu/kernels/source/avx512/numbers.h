@@ -1,4 +1,4 @@
-// Sixteen numbers at a time, for processors with AVX512-BF16.
+// Sixteen numbers at a time, for processors with AVX512.
 #ifndef DRAFTHEAD_NUMBERS
 #define DRAFTHEAD_NUMBERS
 #include "common.h"
@@ -31,13 +31,28 @@ inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
 
 inline __m512 load(const float* from, __mmask16 some) { return _mm512_maskz_loadu_ps(some, from); }
 
+// Sixteen numbers rounded to bfloat16: to the nearest, or of two to the even one. A number that is
+// none becomes another that is none.
+inline __m256i narrow(__m512 values) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(values);
+#else
+    const __m512i bits = (__m512i)values;
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 none = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, none, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
 // Stores sixteen numbers, rounded to bfloat16.
 inline void store(__m512 values, at::BFloat16* to) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(values));
 }
 
 inline void store(__m512 values, at::BFloat16* to, __mmask16 some) {
-    _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(values));
+    _mm256_mask_storeu_epi16(to, some, narrow(values));
 }
 
 inline void store(__m512 values, float* to) { _mm512_storeu_ps(to, values); }

@@ -1,6 +1,6 @@
 #ifndef DRAFTHEAD_SCORES
 #define DRAFTHEAD_SCORES
-#include "numbers.h"
+#include "pairs.h"
 
 namespace {
 constexpr int SCORED = 8;  // rows whose sums of scores fit into registers
@@ -8,18 +8,17 @@ constexpr int KEY_BLOCKS = 4;  // of 16 keys, turned before they are multiplied
 
 // scores[r][0 .. 16 B - 1] = scale * query[r] . key, for B blocks of turned keys
 template <int D, int R, int B>
-inline void score(const at::BFloat16* query, const __m512i* keys, float scale, float* scores,
+inline void score(const number_t* query, const __m512i* keys, float scale, float* scores,
                   int64_t width) {
     __m512 sums[R * B];
     c10::ForcedUnroll<R * B>{}([&](auto i) INLINE { sums[i] = _mm512_setzero_ps(); });
     for (int pair = 0; pair < D / 2; ++pair) {
-        __m512bh k[B];
-        c10::ForcedUnroll<B>{}([&](auto b) INLINE { k[b] = (__m512bh)keys[b * D / 2 + pair]; });
+        Pairs k[B];
+        c10::ForcedUnroll<B>{}([&](auto b) INLINE { k[b] = Pairs(keys[b * D / 2 + pair]); });
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            auto values = reinterpret_cast<const int32_t*>(query + r * D)[pair];
-            auto q = (__m512bh)_mm512_set1_epi32(values);
+            const Two q(query + r * D + 2 * pair);
             c10::ForcedUnroll<B>{}([&](auto b) INLINE {
-                sums[r * B + b] = _mm512_dpbf16_ps(sums[r * B + b], q, k[b]);
+                sums[r * B + b] = add_products(sums[r * B + b], q, k[b]);
             });
         });
     }
@@ -31,7 +30,7 @@ inline void score(const at::BFloat16* query, const __m512i* keys, float scale, f
 
 // scores[r][0 .. 16 blocks - 1] = scale * queries[r] . key, for at most KEY_BLOCKS blocks
 template <int D>
-inline void score_rows(const at::BFloat16* queries, int64_t rows, const __m512i* keys, int blocks,
+inline void score_rows(const number_t* queries, int64_t rows, const __m512i* keys, int blocks,
                        float scale, float* scores, int64_t width) {
     in_groups<SCORED>(rows, [&](int64_t r, auto count) {
         // Few rows take more keys at once: sums that wait for each other take six cycles each.

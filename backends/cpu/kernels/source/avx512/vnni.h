@@ -18,15 +18,14 @@ inline void multiply(std::integral_constant<int, R>, const Int8Rows& rows, int64
     c10::ForcedUnroll<2 * R>{}([&](auto i) INLINE {
         sums[i] = _mm512_loadu_si512(weights.starts + i % 2 * 16);
     });
-    // One instruction multiplies four of x, repeated 16 times, with the fours of 16 columns.
     auto four = [&](int64_t k) INLINE {
-        const __m512i left = _mm512_loadu_si512(weights.numbers + k * 32);
-        const __m512i right = _mm512_loadu_si512(weights.numbers + k * 32 + 64);
+        const Fours left(_mm512_loadu_si512(weights.numbers + k * 32));
+        const Fours right(_mm512_loadu_si512(weights.numbers + k * 32 + 64));
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
             const auto values = *reinterpret_cast<const int32_t*>(x + r * rows.inner + k);
             const __m512i repeated = _mm512_set1_epi32(values);
-            sums[2 * r] = _mm512_dpbusd_epi32(sums[2 * r], repeated, left);
-            sums[2 * r + 1] = _mm512_dpbusd_epi32(sums[2 * r + 1], repeated, right);
+            sums[2 * r] = add_products(sums[2 * r], repeated, left);
+            sums[2 * r + 1] = add_products(sums[2 * r + 1], repeated, right);
         });
     };
     for (int64_t k = 0; k < rows.inner; k += 16) {

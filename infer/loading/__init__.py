@@ -1,0 +1,1 @@
+"""drafthead.infer.loading: targets and drafters by their names."""

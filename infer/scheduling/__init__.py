@@ -1,0 +1,1 @@
+"""drafthead.infer.scheduling: requests that wait, are read, share batches and leave them."""

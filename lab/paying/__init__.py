@@ -1,1 +1,0 @@
-"""drafthead.lab.paying: whether drafting pays on another machine, by acceptance and costs."""

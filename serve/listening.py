@@ -1,0 +1,146 @@
+"""Connections of clients: how many there may be, how long without a request, and their end."""
+
+import asyncio
+import gc
+import logging
+import resource
+import signal
+import socket
+import time
+from collections import Counter
+from typing import Any, ClassVar
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from drafthead.serve import gate
+from drafthead.serve.app import Server
+
+logger = logging.getLogger(__name__)
+HEADER_SECONDS = 10.0  # in which a request has to follow a connection or an answer
+MOMENT = 1.0  # second in which it follows at the latest where clients are quick
+MOST_CONNECTIONS = 1024
+OTHER_FILES = 64  # that the process may have open beside connections
+LAST_SECONDS = 2  # for clients to learn that their answers do not come
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection that makes room for others while none of its requests is answered."""
+
+    most = MOST_CONNECTIONS
+    leaving: ClassVar[set["Connection"]] = set()  # that are closed, and not yet gone
+
+    @property
+    def has_request(self) -> bool:
+        """Whether the headers of a request have come that is not answered to its end."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a whole request is being answered, and the client reads what is sent."""
+        return self.has_request and not (self.cycle.more_body or self.flow.write_paused)
+
+    def connection_made(self, transport: Any) -> None:
+        """Let a client in; one too many closes others."""
+        super().connection_made(transport)
+        self.address = self.client and self.client[0]
+        self.idle_since = time.monotonic()
+        self.loop.call_later(HEADER_SECONDS, self.close_idle)
+        if len(self.connections) - len(self.leaving) > self.most:
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Close connections that are longest without a request, of addresses that have most of
+        these: some at a time, as it takes a moment to find them.
+
+        Of many that come at once, each has a moment to send its own, while there are files.
+        """
+        idle = [each for each in self.connections - self.leaving if not each.is_busy]
+        crowd = Counter(each.address for each in idle)
+        idle.sort(key=lambda each: (-crowd[each.address], each.idle_since))
+        is_full = len(self.connections) - len(self.leaving) > 1.5 * self.most
+        for each in idle[: max(1, self.most // 16)]:
+            if is_full or self.idle_since - each.idle_since > MOMENT:
+                self.leaving.add(each)
+                each.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a client that has left."""
+        self.leaving.discard(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self.idle_since = time.monotonic()
+        super().on_response_complete()
+
+    def close_idle(self) -> None:
+        """Close the connection if nothing has come or gone for too long, or look again later."""
+        now = time.monotonic()
+        # The gate answers a request whose body is late.
+        most = 2 * gate.BODY_SECONDS if self.has_request else HEADER_SECONDS
+        if self.is_busy:
+            self.idle_since = now
+        elif now - self.idle_since >= most:
+            self.transport.abort()
+        if not self.transport.is_closing():
+            self.loop.call_later(HEADER_SECONDS / 2, self.close_idle)
+
+
+def listen(app: FastAPI, host: str, port: int, grace: int) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; running answers then have `grace` seconds."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has ended
+        signal.signal(number, lambda *_: None)
+    Connection.most = most_connections()
+    config = uvicorn.Config(
+        app, host, port, http=Connection, backlog=Connection.most // 2, access_log=False,
+        log_config=None, timeout_graceful_shutdown=grace + 2 * LAST_SECONDS,
+    )  # fmt: skip
+    gc.freeze()  # else a collection walks all that is loaded: a quarter of a second without a token
+    Listening(config, grace, app.state.server).run()
+
+
+class Listening(uvicorn.Server):
+    """A server whose running answers have some seconds when it ends; then clients get an error."""
+
+    def __init__(self, config: uvicorn.Config, grace: int, server: Server):
+        super().__init__(config)
+        self.grace, self.server = grace, server
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        for each in self.servers:
+            for listening in each.sockets:
+                host, port, *_ = listening.getsockname()
+                logger.info("%s at http://%s:%d", self.server.described(), host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running answers end; break off those that are there after the grace."""
+        loop = asyncio.get_running_loop()
+        ends = (
+            loop.call_later(self.grace, self.server.end),
+            loop.call_later(self.grace + LAST_SECONDS, self._close),
+        )
+        await super().shutdown(sockets)
+        for each in ends:
+            each.cancel()
+
+    def _close(self) -> None:
+        """Close the connections of clients that do not read."""
+        for each in [*self.server_state.connections]:
+            each.transport.abort()
+
+
+def most_connections() -> int:
+    """Return how many connections there are files for, twice: as many again may be just coming.
+
+    It takes as many files as it is allowed to.
+    """
+    files, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS + OTHER_FILES
+    if 0 <= files < wanted:  # below 0 is no limit
+        files = wanted if allowed < 0 else min(wanted, allowed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, allowed))
+    return MOST_CONNECTIONS if files < 0 else min(MOST_CONNECTIONS, (files - OTHER_FILES) // 2)
