@@ -209,3 +209,10 @@ def test_a_body_that_does_not_come_is_answered(decoder, monkeypatch) -> None:
         late = opened(port, NO_BODY)
         assert b" 408 " in late.recv(100)
         late.close()
+
+
+def test_headers_without_an_end_are_not_kept(decoder) -> None:
+    with served(decoder) as (_, port):
+        line = opened(port, HALF[:-10] + b"x: " + b"y" * (1 << 17))
+        assert b" 400 " in line.recv(100) and is_closed(line)
+        line.close()

@@ -240,7 +240,7 @@ def test_rows_go_on_while_a_long_prompt_is_read(target) -> None:
 def test_rows_of_other_lengths_are_other_batches_until_they_cost_less_as_one(
     target, monkeypatch
 ) -> None:
-    monkeypatch.setattr("drafthead.infer.scheduling.running_rows.STEP_COST", {"cpu": 60})
+    monkeypatch.setattr("drafthead.infer.scheduling.running_rows.EAGER_STEP_COST", 60)
     monkeypatch.setattr("drafthead.infer.scheduling.running_rows.COUNTED", 1)
     decoder = Decoder(target)
     decoder.end_ids = frozenset()
