@@ -63,8 +63,8 @@ class Server:
         decoder.target.refuse_encoder("serve")
         self.decoder, self.options, self.tokenizer = decoder, options, decoder.tokenizer
         self.drafts = options.drafts
-        lengths = [each for each in (options.max_length, decoder.max_length) if each]
-        self.max_length = min(lengths, default=1 << 20)
+        lengths = options.max_length, decoder.max_length
+        self.max_length = min(filter(None, lengths), default=1 << 20)
         self.metrics = Metrics(options.model_name)
         decoder.memory.most_kept = options.max_batch if options.prefix_cache else 0
         self.started = int(time.time())
@@ -144,9 +144,8 @@ class Server:
         """The response to a request for answers; `items` is what a chat was made of."""
         client = request.state.client
         self.loop.line.refuse(1, client)
-        inbox, threads = Inbox(client, request.state.salt), self.reading
-        if asked.has_form:
-            threads = self.forming
+        inbox = Inbox(client, request.state.salt)
+        threads = self.forming if asked.has_form else self.reading
         jobs = await threads.do(client, 0, lambda: self.reader.jobs(asked, inbox))
         most = self.options.max_queue + self.options.max_batch
         if len(jobs) > most:

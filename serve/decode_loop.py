@@ -87,8 +87,7 @@ class Scorings:
 
     def __init__(self) -> None:
         self.used = 0.0  # seconds of turns, see `RunningRows`
-        self.waiting: deque[tuple[Generator[None, None, Logprobs], asyncio.Future[Logprobs]]]
-        self.waiting = deque()
+        self.waiting = deque[tuple[Generator[None, None, Logprobs], asyncio.Future[Logprobs]]]()
 
     @property
     def count(self) -> int:
@@ -306,8 +305,7 @@ class DecodeLoop:
             if self.recorder is not None and job.source is not None:
                 ends = str(gain.row.finish_reason)
                 self.recorder.note(job.source, job.request, gain.row.tokens, ends)
-        places = job.text.places[first:]
-        piece = Piece(parts, gain.tokens, gain.logprobs, places, reason)
+        piece = Piece(parts, gain.tokens, gain.logprobs, job.text.places[first:], reason)
         self._hand_over(job, piece, gain.ended)
 
     def _hand_over(self, job: Job, piece: Piece | ApiError, ended: bool) -> None:

@@ -26,31 +26,23 @@ class Metrics:
         self.drafts = counter("spec_decode_num_drafts", "Steps that verified a draft.")
         self.proposed = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted drafts.")
-        self.by_place = prometheus.Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were accepted, by their place after the last token.",
-            [*LABELS, "position"],
-            registry=self.registry,
-        )
+        of_places = "Drafts that were accepted, by their place after the last token."
+        self.by_place = counter("spec_decode_num_accepted_tokens_per_pos", of_places, "position")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = counter("prompt_tokens_cached", "Of these, read before.")
         self.new_tokens = counter("generation_tokens", "Tokens of answers.")
-        self.ended = prometheus.Counter(
-            "vllm:request_success",
-            "Answers, by why they ended.",
-            [*LABELS, "finished_reason"],
-            registry=self.registry,
-        )
+        self.ended = counter("request_success", "Answers, by why they ended.", "finished_reason")
         self.running = gauge("num_requests_running", "Answers that are being decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
         self.first = times("time_to_first_token_seconds", buckets=FIRST)
         self.between = times("inter_token_latency_seconds", buckets=BETWEEN)
         self.whole = times("e2e_request_latency_seconds", buckets=WHOLE)
 
-    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        """A counter, a gauge or a histogram with this server's labels."""
-        made = kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options)
-        return made.labels(*self.labels)
+    def _made(self, kind: Any, name: str, text: str, by: str = "", **options: Any) -> Any:
+        """A counter, a gauge or a histogram with this server's labels; `by` one more: one each."""
+        labels = [*LABELS, by] if by else LABELS
+        made = kind(f"vllm:{name}", text, labels, registry=self.registry, **options)
+        return partial(made.labels, *self.labels) if by else made.labels(*self.labels)
 
     def page(self) -> bytes:
         """Return the page that Prometheus scrapes."""
@@ -62,7 +54,7 @@ class Metrics:
         self.proposed.inc(proposed)
         self.accepted.inc(accepted)
         for place in range(accepted):
-            self.by_place.labels(*self.labels, str(place)).inc()
+            self.by_place(str(place)).inc()
 
 
 @dataclass
@@ -98,7 +90,7 @@ class AnswerMetrics:
     def end(self, reason: str) -> None:
         """Count the end of an answer."""
         self.server.whole.observe(time.monotonic() - self.began)
-        self.server.ended.labels(*self.server.labels, reason).inc()
+        self.server.ended(reason).inc()
 
 
 def speculation(answers: list[AnswerMetrics]) -> dict[str, Any]:

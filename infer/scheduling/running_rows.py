@@ -76,10 +76,9 @@ class ServedRows:
 
     def suits(self, other: "ServedRows") -> bool:
         """Whether the rows of both are decoded alike, and a step of all costs less than two do."""
-        target = self.stepper.target
+        target, both = self.stepper.target, [*self.lengths, *other.lengths]
         is_eager = target.device.type == "cpu" and not target.backend.has_kernels
         cost = EAGER_STEP_COST if is_eager else STEP_COST
-        both = [*self.lengths, *other.lengths]
         return self.way == other.way and len(prompt_groups(both, cost)) == 1
 
     def drafts_like(self, other: "ServedRows") -> bool:
