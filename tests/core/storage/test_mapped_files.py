@@ -1,6 +1,7 @@
 """Tensors of a file read it where it lies, and take no memory once they are let go."""
 
 from pathlib import Path
+from weakref import ref
 
 import torch
 
@@ -17,13 +18,14 @@ def of_files() -> int:
 def test_pages_are_let_go_and_read_again(tmp_path) -> None:
     path = tmp_path / "numbers"
     path.write_bytes(torch.arange(4_000_000).numpy().tobytes())
-    tensor = torch.frombuffer(map_file(path), dtype=torch.int64, offset=8000)
+    content = map_file(path)
+    tensor, is_gone = torch.frombuffer(content, dtype=torch.int64, offset=8000), ref(content)
     expected, before = int(tensor.sum()), of_files()
     let_go(tensor)
     assert before - of_files() > 30_000_000
     assert int(tensor.sum()) == expected
-    del tensor
-    assert not mapped
+    del tensor, content
+    assert is_gone() is None
 
 
 def test_memory_that_is_no_file_stays(tmp_path) -> None:
