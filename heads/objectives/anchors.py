@@ -22,13 +22,6 @@ def anchor_positions(batch: HeadBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, anchors
 
 
-def tokens_at(
-    batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
-) -> torch.Tensor:
-    """The token [A] `offset` places after anchors [A] in rows [A]; any token past the row's end."""
-    return batch.input_ids[rows, (anchors + offset).clamp_max(batch.input_ids.shape[1] - 1)]
-
-
 def labels_at(
     batch: HeadBatch, rows: torch.Tensor, anchors: torch.Tensor, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

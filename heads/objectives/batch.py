@@ -1,7 +1,7 @@
 """The input of a head's training and measurement: a batch of sequences, and its loss."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,11 +9,12 @@ from drafthead.core.target.features import Features
 
 # Guesses beyond this rank are never put into a tree.
 MAX_RANK = 10
+UNREAD = Features(last=None)
 
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Token sequences with the target's features, for training and for measuring.
+    """Token sequences for training and for measuring, once read with the target's features.
 
     Several conversations may share a row: `segments` numbers them from 1 and is 0 on padding.
     """
@@ -21,7 +22,7 @@ class HeadBatch:
     input_ids: torch.Tensor  # [B, T]
     segments: torch.Tensor  # [B, T]
     supervised: torch.Tensor  # [B, T] bool: this token is a training target
-    features: Features  # [B, T, D] of the target at these positions
+    features: Features = UNREAD  # [B, T, D] of the target at these positions
     seeds: Sequence[int] | None = None  # [B] of what is drawn for each row; None: torch's own
 
     def uniform(self) -> torch.Tensor:
@@ -36,9 +37,11 @@ class HeadBatch:
         rows = [torch.rand(ids.shape[1], generator=stream) for stream in streams]
         return torch.stack(rows).to(ids.device)
 
-    def num_supervised(self) -> torch.Tensor:
-        """Number [] of supervised tokens, by which losses are averaged."""
-        return self.supervised.sum()
+    def to(self, device: torch.device) -> "HeadBatch":
+        """These tokens on `device`; features stay where they are."""
+        ids, segments = self.input_ids.to(device), self.segments.to(device)
+        supervised = self.supervised.to(device)
+        return replace(self, input_ids=ids, segments=segments, supervised=supervised)
 
 
 @dataclass(frozen=True)

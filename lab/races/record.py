@@ -20,7 +20,7 @@ from drafthead.infer.timing.machine import describe_machine, describe_versions
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
-    encode_prompt,
+    Rendering,
     refuse_missing_tokens,
     unread_by_template,
 )
@@ -129,8 +129,8 @@ def prompt_of(
     assert decoder.tokenizer is not None
     if decoder.target.has_encoder:
         return encode_one(messages[first]["content"], decoder.tokenizer)
-    arguments = {**template_arguments, **conversation.template_arguments}
-    ids = encode_prompt(decoder.tokenizer, messages[: first + 1], where, arguments)
+    rendering = Rendering.of(decoder.tokenizer, conversation, template_arguments)
+    ids = rendering.ids(messages[: first + 1], add_generation_prompt=True)
     refuse_missing_tokens(ids, decoder.target.vocab_size, decoder.tokenizer, where)
     return ids
 

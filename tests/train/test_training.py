@@ -32,7 +32,7 @@ from drafthead.heads.formats.loading import load_head
 from drafthead.heads.layers import tiled_attention
 from drafthead.heads.layers.segments import positions_in_segments
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
-from drafthead.train.data.packing import RowOrder, TokenBatch, collate, pack, pack_sequences
+from drafthead.train.data.packing import RowOrder, collate, pack, pack_sequences
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.data.training_rows import load_packed
 from drafthead.train.features.reading import check_row_length, read_features
@@ -112,7 +112,7 @@ def sequence(length: int, seed: int) -> TokenSequence:
     return TokenSequence(ids, torch.arange(length) >= 2)
 
 
-def features(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> HeadBatch:
+def features(target: Target, tokens: HeadBatch, spec: FeatureSpec) -> HeadBatch:
     return read_features(target, tokens, spec, "no")
 
 

@@ -12,28 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.train.data.sequences import TokenSequence, TokenTable
 
 PACKING_WINDOW = 1024  # conversations that are packed together
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Packed rows: `segments` numbers the conversations of a row from 1 and is 0 on padding."""
-
-    input_ids: torch.Tensor  # [B, T]
-    segments: torch.Tensor  # [B, T]
-    supervised: torch.Tensor  # [B, T] bool
-
-    def to(self, device: torch.device) -> "TokenBatch":
-        """These rows on `device`."""
-        return TokenBatch(
-            self.input_ids.to(device), self.segments.to(device), self.supervised.to(device)
-        )
-
-    def unsupervised(self) -> "TokenBatch":
-        """These rows with nothing to learn."""
-        return TokenBatch(self.input_ids, self.segments, torch.zeros_like(self.supervised))
 
 
 @dataclass(frozen=True)
@@ -43,7 +25,7 @@ class PackedData:
     sequences: TokenTable
     rows: tuple[tuple[int, ...], ...]  # indices of the sequences of each row
 
-    def batch(self, rows: Sequence[int]) -> TokenBatch:
+    def batch(self, rows: Sequence[int]) -> HeadBatch:
         """The given rows as right-padded tensors [B, T]."""
         return collate([[self.sequences[i] for i in self.rows[row]] for row in rows])
 
@@ -97,7 +79,7 @@ def pack(lengths: Sequence[int], max_length: int, seed: int) -> tuple[tuple[int,
     return tuple(map(tuple, rows))
 
 
-def collate(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
+def collate(rows: Sequence[Sequence[TokenSequence]]) -> HeadBatch:
     """Rows of sequences as right-padded tensors [B, T]."""
     longest = max(sum(len(sequence.input_ids) for sequence in row) for row in rows)
     input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -111,7 +93,7 @@ def collate(rows: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
             segments[index, start:end] = number
             supervised[index, start:end] = sequence.supervised
             start = end
-    return TokenBatch(input_ids, segments, supervised)
+    return HeadBatch(input_ids, segments, supervised)
 
 
 class RowOrder:

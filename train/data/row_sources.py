@@ -224,12 +224,9 @@ class HubData:
         Raises UserError where they do not arrive.
         """
         with _readable(self.source):
-            yield from self._data()
-
-    def _data(self) -> Iterable[Values]:
-        if Path(self.builder.cache_dir).exists():
-            return self.builder.as_dataset(self.split)
-        return self.builder.as_streaming_dataset(self.split)
+            is_here = Path(self.builder.cache_dir).exists()
+            read = self.builder.as_dataset if is_here else self.builder.as_streaming_dataset
+            yield from read(self.split)
 
 
 @contextmanager

@@ -160,16 +160,6 @@ class Rendering:
         return (start, end) if start < end else None
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str,
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> list[int]:
-    """Token ids [T] that ask the target for the next answer; errors as `Rendering.text`."""
-    return Rendering(tokenizer, where, template_arguments).ids(messages, True)
-
-
 def refuse_missing_tokens(
     ids: Sequence[int], vocab_size: int | None, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> None:
@@ -263,14 +253,8 @@ def _answer_length(control: list[bool], blank: list[bool], finished: bool) -> in
     return control.index(True, tail) + 1 if True in control[tail:] else len(control)
 
 
-def supervise(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str = "the conversation",
-    template_arguments: TemplateArguments = NO_ARGUMENTS,
-) -> SupervisedTokens:
+def supervise(rendering: Rendering, messages: list[Message]) -> SupervisedTokens:
     """Return what `mark_answers` finds; UnusableRowError where it is no token."""
-    rendering = Rendering(tokenizer, where, template_arguments)
     _refuse_hidden_calls(rendering, messages)
     marked = mark_answers(rendering, messages)
     if not any(marked.mask):
@@ -280,7 +264,7 @@ def supervise(
             if answered
             else "no assistant answers a message; distill the prompts first"
         )
-        raise UnusableRowError(f"0 supervised tokens in {where}: {reason}")
+        raise UnusableRowError(f"0 supervised tokens in {rendering.where}: {reason}")
     return marked
 
 
@@ -314,8 +298,8 @@ def supervised_sequences(
     """
     where = conversation.where
     if conversation.tokens is None:
-        arguments = {**template_arguments, **conversation.template_arguments}
-        made = [supervise(tokenizer, conversation.messages, where, arguments)]
+        rendering = Rendering.of(tokenizer, conversation, template_arguments)
+        made = [supervise(rendering, conversation.messages)]
     else:
         check_vocabulary(conversation.tokens, tokenizer, where)
         made = join_turns(conversation.tokens.answers)

@@ -16,7 +16,7 @@ from drafthead.core.target.loading import vocabulary_of
 from drafthead.train.data.conversations import VOCABULARY_COLUMN, WEIGHTS_COLUMN, Conversation
 from drafthead.train.data.left_out import LeftOut, UnusableRowError
 from drafthead.train.data.supervision import (
-    encode_prompt,
+    Rendering,
     refuse_missing_tokens,
     unread_by_template,
 )
@@ -135,10 +135,10 @@ def _jobs(
     for conversation in conversations:
         is_first = conversation.where not in told
         told.add(conversation.where)
-        arguments = settings.template_arguments | conversation.template_arguments
+        rendering = Rendering.of(source.tokenizer, conversation, settings.template_arguments)
         try:
             turns, question = user_turns(conversation), question_of(conversation)
-            prompt = encode_prompt(source.tokenizer, turns[0], conversation.where, arguments)
+            prompt = rendering.ids(turns[0], add_generation_prompt=True)
             refuse_missing_tokens(prompt, source.vocab_size, source.tokenizer, conversation.where)
         except UnusableRowError as error:
             if is_first:
@@ -149,6 +149,7 @@ def _jobs(
         if source.max_length is not None and len(prompt) >= source.max_length:
             too_long.append(conversation.id)
         else:
+            arguments = rendering.template_arguments
             jobs.append(DialogueJob(conversation, turns, question, arguments, len(prompt)))
     # Similar lengths share a batch, and a batch that does not fit into memory fails at once.
     jobs.sort(key=lambda job: (len(job.turns), job.prompt_length), reverse=True)

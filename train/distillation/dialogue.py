@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.core.errors import UserError
+from drafthead.core.target.chat_template import TemplateArguments
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.serving import Answer, ServeRequest
 from drafthead.train.data.conversations import (
@@ -20,7 +21,7 @@ from drafthead.train.data.conversations import (
 )
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.data.row_forms import ARGUMENTS_COLUMN, LISTED_ARGUMENTS, Message
-from drafthead.train.data.supervision import encode_prompt
+from drafthead.train.data.supervision import Rendering
 from drafthead.train.distillation.answer_source import AnswersPrompts, EncodedAnswer
 from drafthead.train.distillation.distilled_file import (
     FROM_TEXT_COLUMN,
@@ -36,7 +37,7 @@ class DialogueJob:
     conversation: Conversation
     turns: list[list[Message]]  # each ends with the user message to answer
     question: str  # see `question_of`
-    arguments: dict[str, Any]  # of the chat template
+    arguments: TemplateArguments
     prompt_length: int  # tokens of the first prompt
 
 
@@ -61,9 +62,9 @@ class Dialogue:
         if turn == len(self.turns) or self.is_dropped:
             return None
         messages = self.messages + self.turns[turn]
-        where = self.conversation.where
+        rendering = Rendering(source.tokenizer, self.conversation.where, self.arguments)
         try:
-            self.prompt = encode_prompt(source.tokenizer, messages, where, self.arguments)
+            self.prompt = rendering.ids(messages, add_generation_prompt=True)
         except UnusableRowError:
             return None
         if source.max_length is not None and len(self.prompt) >= source.max_length:

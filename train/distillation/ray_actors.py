@@ -44,27 +44,17 @@ class Loading:
         return DecoderSource(Decoder.from_pretrained(target, compile=self.compile))
 
 
-@dataclass(frozen=True)
-class Facts:
-    """A copy's account of itself."""
-
-    end_ids: frozenset[int]
-    max_length: int | None
-    vocab_size: int | None
-    fingerprint: str | None
-
-
-def facts_of(loading: Loading) -> Facts:
-    """The facts of a copy, which is loaded for them."""
+def facts_of(loading: Loading) -> tuple[frozenset[int], int | None, int | None, str | None]:
+    """The end tokens, longest text, vocabulary and weights of a copy, which is loaded for them."""
     source = loading.load()
-    return Facts(source.end_ids, source.max_length, source.vocab_size, source.weights())
+    return source.end_ids, source.max_length, source.vocab_size, source.weights()
 
 
 class Actor:
     """A copy of a target that answers windows."""
 
-    def __init__(self, loading: Loading, facts: Facts, settings: DistillSettings):
-        self.loading, self.facts, self.settings = loading, facts, settings
+    def __init__(self, loading: Loading, fingerprint: str | None, settings: DistillSettings):
+        self.loading, self.fingerprint, self.settings = loading, fingerprint, settings
         self.source: DecoderSource | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +73,7 @@ class Actor:
     def _loaded(self) -> DecoderSource:
         """The copy; raises UserError where the files of the target are other ones."""
         source = self.loading.load()
-        if source.weights() != self.facts.fingerprint:
+        if source.weights() != self.fingerprint:
             raise UserError(
                 f"{self.loading.target} on {ray.util.get_node_ip_address()} has other weights than "
                 "on the machine that loaded it first: copy the same files to all machines"
@@ -113,14 +103,12 @@ class RayActors:
             raise UserError(f"no machine of the cluster has {cores} cores: lower --ray-cores")
         with user_errors():
             facts = ray.remote(facts_of).options(**self.each).remote(self.loading)
-            self.facts: Facts = ray.get(facts)
-        self.end_ids, self.max_length = self.facts.end_ids, self.facts.max_length
-        self.vocab_size = self.facts.vocab_size
+            self.end_ids, self.max_length, self.vocab_size, self.fingerprint = ray.get(facts)
         logger.info("%d copies of %s, each on %s", self.count, loading.target, self.each)
 
     def weights(self) -> str | None:
         """The `weights_fingerprint` of every copy."""
-        return self.facts.fingerprint
+        return self.fingerprint
 
     def answered(
         self, windows: Sequence[list[DialogueJob]], settings: DistillSettings, count: Count
@@ -136,7 +124,7 @@ class RayActors:
         actors = ray.data.ActorPoolStrategy(size=min(self.count, len(rows)))
         found = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
             cast(Any, Actor),  # a class, made once in each process
-            fn_constructor_args=[self.loading, self.facts, settings],
+            fn_constructor_args=[self.loading, self.fingerprint, settings],
             compute=actors,
             num_gpus=self.each.get("num_gpus"),
             num_cpus=self.each.get("num_cpus"),

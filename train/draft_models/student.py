@@ -29,9 +29,10 @@ from drafthead.core.target.hooks import Taps
 from drafthead.core.target.placement import whole_weight
 from drafthead.core.target.target import Target
 from drafthead.heads.base import DraftHead
+from drafthead.heads.families.by_depth import by_anchor, guessed_tokens
 from drafthead.heads.layers.draft_vocabulary import DraftVocabulary, tables_of
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
-from drafthead.heads.objectives.anchors import anchor_positions, labels_at
+from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch, HeadLoss
 from drafthead.heads.objectives.chunked import Part, in_chunks
 from drafthead.heads.objectives.losses import TOKEN_LOSSES, LossName
@@ -115,12 +116,8 @@ class Student(DraftVocabulary, DraftHead):
         only.
         """
         rows, anchors = anchor_positions(batch)
-        valid = [labels_at(batch, rows, anchors, k + 2)[0] for k in range(self.depth)]
-        at = [(rows[here], anchors[here] + k + 1) for k, here in enumerate(valid)]
-        times = torch.zeros_like(batch.input_ids)  # [B, T] drafts that guess the token after it
-        for places in at:
-            times[places] += 1
-        rows_of, places_of = guessed = times.nonzero(as_tuple=True)  # [P] before guessed tokens
+        guessed = guessed_tokens(batch, rows, anchors, self.depth)
+        places, here = guessed.places, guessed.anchors >= 0  # [P], [P, K]
         rule = TOKEN_LOSSES[self.config.loss]
 
         @in_chunks(self.num_guesses, self.parameters())
@@ -136,22 +133,14 @@ class Student(DraftVocabulary, DraftHead):
             token_losses, ranks = self.judged(logits, teacher_logits, labels, rule)
             yield (weights * token_losses).sum(), token_losses, ranks
 
-        hidden = self._hidden(batch)[guessed]
+        hidden = self._hidden(batch).flatten(0, 1)[places]
         last = batch.features.last
         # Where the loss reads no distribution of the target there are no features to choose from.
-        teacher = hidden.detach() if last is None else last[guessed]
-        labels = batch.input_ids[rows_of, places_of + 1]
-        total, (judged,) = losses(hidden, teacher, labels, times[guessed] / self.depth)
-        of_tokens = judged[0].new_zeros(times.shape).index_put(guessed, judged[0])
-        ranks = torch.full_like(times, MAX_RANK).index_put(guessed, judged[1])
-        missing = torch.full_like(rows, MAX_RANK)
-        by_depth = zip(valid, at, strict=True)
-        return HeadLoss(
-            total=total,
-            depth_losses=torch.stack([of_tokens[places].sum() for places in at]),
-            depth_counts=torch.stack([here.sum() for here in valid]),
-            ranks=torch.stack([missing.masked_scatter(h, ranks[p]) for h, p in by_depth], dim=1),
-        )
+        teacher = hidden.detach() if last is None else last.flatten(0, 1)[places]
+        labels = batch.input_ids.flatten()[places + 1]
+        total, ((of_tokens, ranks),) = losses(hidden, teacher, labels, here.sum(1) / self.depth)
+        of_depths = [(of_tokens.where(h, 0), ranks.where(h, MAX_RANK)) for h in here.unbind(1)]
+        return by_anchor(total, of_depths, guessed, len(anchors), self.depth)
 
     def _hidden(self, batch: HeadBatch) -> torch.Tensor:
         """The model's final hidden states [B, T, D], of each segment for itself."""

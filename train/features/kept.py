@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -116,13 +116,9 @@ class KeptFeatures:
         """The features [T, D] of a row; None when a layer is missing or the file is damaged."""
         try:
             with safe_open(self.path(row), "pt") as file:
-                return self._features(file.get_tensor)
+                states = [file.get_tensor(name) for name in self.names]
         except (OSError, SafetensorError):  # of a name that is not there as well
             return None
-
-    def _features(self, tensor: Callable[[str], torch.Tensor]) -> Features:
-        """The features [T, D] of the tensors of a file, by name."""
-        states = [*map(tensor, self.names)]
         taps = tuple(states[: len(self.spec.layers)])
         return Features(states[-1] if self.spec.last else None, taps)
 

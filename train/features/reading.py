@@ -10,7 +10,7 @@ but layers is shared: heads read embeddings, norm and output head in every step.
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,11 @@ from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.layers.tiled_attention import TiledAttention
 from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.infer.engine.prefill import rows_of_passes
-from drafthead.train.data.packing import PackedData, TokenBatch
+from drafthead.train.data.packing import PackedData
 from drafthead.train.features.kept import KeptFeatures, of_row, padded
 from drafthead.train.settings import TargetConfig
 
 logger = logging.getLogger(__name__)
-
-
-def dtype_for(config: TargetConfig, mixed_precision: str) -> str:
-    """The type that the target is loaded in: `auto` is float32 without bf16 training."""
-    return "float32" if config.dtype == "auto" and mixed_precision == "no" else config.dtype
 
 
 def load_target(
@@ -55,7 +50,8 @@ def load_target(
     All processes call this together. Raises UserError when it cannot be loaded or placed, or its
     context is shorter than a row.
     """
-    dtype = dtype_for(config, mixed_precision)
+    # `auto` is float32 without bf16 training.
+    dtype = "float32" if config.dtype == "auto" and mixed_precision == "no" else config.dtype
     placement = placement_of(config, processes)
     target = load_decoder_only(config.name, dtype, str(device), config.trust_code, placement)
     check_row_length(target, config.name, max_length)
@@ -107,13 +103,12 @@ def computing_in(mixed_precision: str, device: torch.device) -> AbstractContextM
 
 @torch.no_grad()
 def read_features(
-    target: Target, tokens: TokenBatch, spec: FeatureSpec, mixed_precision: str
+    target: Target, tokens: HeadBatch, spec: FeatureSpec, mixed_precision: str
 ) -> HeadBatch:
-    """Run the target over packed rows [B, T] and return what the head reads, if it is anything."""
+    """Run the target over packed rows [B, T] for what the head reads, if it is anything."""
     tokens = tokens.to(target.device)
     if spec == NO_FEATURES:
-        features = Features(last=None)
-        return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+        return tokens
     # A 16-bit target runs as in decoding; autocast is only for a float32 target.
     casts = mixed_precision == "bf16" and target.dtype == torch.float32
     device, precision = target.device, mixed_precision if casts else "no"
@@ -127,10 +122,10 @@ def read_features(
                 segment_mask(tokens.segments, torch.bfloat16 if casts else target.dtype),
                 spec,
             )
-    return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+    return replace(tokens, features=features)
 
 
-def read_alone(target: Target, tokens: TokenBatch, spec: FeatureSpec) -> Features:
+def read_alone(target: Target, tokens: HeadBatch, spec: FeatureSpec) -> Features:
     """The features [B, T, D] of packed rows, each segment a row of its own: no mask keeps running
     states of segments apart.
 
@@ -183,8 +178,7 @@ class FeatureReader:
         found |= dict(zip(others, self._computed(others), strict=True))
         device = self.target.device
         features = padded([found[row].map(lambda x: x.to(device)) for row in rows])
-        tokens = tokens.to(device)
-        return HeadBatch(tokens.input_ids, tokens.segments, tokens.supervised, features)
+        return replace(tokens.to(device), features=features)
 
     def _kept(self, kept: KeptFeatures, rows: Sequence[int]) -> list[Features]:
         """The features [T, D] of each row as they are kept; computed if one is missing."""

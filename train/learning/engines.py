@@ -12,7 +12,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drafthead.core.errors import UserError
 from drafthead.train.run.config import RunConfig
-from drafthead.train.settings import OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,8 @@ ENGINES = {
 def build_accelerator(config: RunConfig) -> Accelerator:
     """accelerate as the launcher set it up; UserError for settings that cannot be combined."""
     engine = engine_asked_for()
-    if engine is not None:
-        refuse_muon(config.optimizer)
+    if engine is not None and config.optimizer.name == "muon":  # the engine shares the optimiser
+        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
     accelerator = _new_accelerator(config, engine)
     check_engine(engine, accelerator.distributed_type)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,12 +44,6 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         # trained, and no engine would ever put them together.
         unset_hf_deepspeed_config()
     return accelerator
-
-
-def refuse_muon(config: OptimizerConfig) -> None:
-    """Raise UserError for Muon, where an engine shares the optimiser."""
-    if config.name == "muon":
-        raise UserError("Muon needs whole matrices: use optimizer.name=adamw with FSDP or ZeRO")
 
 
 def engine_asked_for() -> DistributedType | None:

@@ -125,7 +125,8 @@ def read_ranks(
         # A sharded head runs in all processes at once, so a process without a batch runs one with
         # nothing to measure.
         tokens = data.batch(batches[min(index, len(batches) - 1)])
-        tokens = tokens if index < len(batches) else tokens.unsupervised()
+        if index >= len(batches):
+            tokens = replace(tokens, supervised=torch.zeros_like(tokens.supervised))
         batch = read_features(target, tokens, head.features_needed, accelerator.mixed_precision)
         _, loss = model(batch)
         parts.append(ranked_anchors(batch, loss.ranks, first_row=index * batch_rows))

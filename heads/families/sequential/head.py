@@ -14,7 +14,7 @@ from drafthead.core.kv_cache.column_cache import CacheColumns
 from drafthead.core.target.target import Target
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.cache import DraftCache
-from drafthead.heads.objectives.anchors import anchor_positions, tokens_at
+from drafthead.heads.objectives.anchors import anchor_positions, labels_at
 from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
 from drafthead.heads.objectives.losses import depth_weights
 
@@ -63,7 +63,7 @@ class SequentialHead(HeadByDepth):
         state = self.contexts(batch.features.last, batch.segments)[anchors]
         states: list[torch.Tensor] = []
         for index in range(self.depth):
-            tokens = tokens_at(batch, *anchors, index + 1)
+            _, tokens = labels_at(batch, *anchors, index + 1)
             state = self.advance(state, tokens, index, target)
             states.append(state)
         weights = depth_weights(self.config.depth_decay, self.depth)

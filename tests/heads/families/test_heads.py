@@ -81,7 +81,7 @@ def trained(family: str, target: Target) -> tuple[DraftHead, list[float]]:
     curve = []
     for step in range(60):
         torch.manual_seed(step)
-        total = head.loss(batch, target).total / batch.num_supervised()
+        total = head.loss(batch, target).total / batch.supervised.sum()
         optimizer.zero_grad()
         total.backward()
         optimizer.step()

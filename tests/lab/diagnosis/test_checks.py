@@ -23,7 +23,7 @@ from drafthead.lab.diagnosis.examination import Examination, Patient, examine
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.data.fitted_rows import Reading
 from drafthead.train.data.packing import collate
-from drafthead.train.data.supervision import encode_prompt
+from drafthead.train.data.supervision import Rendering
 from drafthead.train.data.token_table import token_table
 from drafthead.train.features.reading import read_features
 
@@ -57,7 +57,7 @@ def write_answers(
     decoder = Decoder(target)
     decoder.end_ids = frozenset()
     asked = [[{"role": "user", "content": f"tell me of {n} and {n * n}"}] for n in range(ANSWERS)]
-    prompts = [prompt(encode_prompt(target.tokenizer, messages, "")) for messages in asked]
+    prompts = [prompt(Rendering(target.tokenizer, "").ids(messages, True)) for messages in asked]
     how = {"max_new_tokens": LENGTH, "temperature": temperature, "seed": list(range(ANSWERS))}
     texts, rows = decoder.generate(prompts, **how).sequences, []
     for number, (messages, ids, text) in enumerate(zip(asked, prompts, texts, strict=True)):
@@ -83,7 +83,7 @@ def trained(target: Target, source: Path, family: str, **options: Any) -> DraftH
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(80):
         optimizer.zero_grad()
-        (head.train().loss(batch, target).total / batch.num_supervised()).backward()
+        (head.train().loss(batch, target).total / batch.supervised.sum()).backward()
         optimizer.step()
     return head.eval().requires_grad_(False)
 

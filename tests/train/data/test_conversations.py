@@ -22,7 +22,14 @@ from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.sequences import SupervisedTokens
-from drafthead.train.data.supervision import encode_prompt, supervise
+from drafthead.train.data.supervision import Rendering, supervise
+
+
+def supervised(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], where: str = "the conversation"
+) -> SupervisedTokens:
+    return supervise(Rendering(tokenizer, where), messages)
+
 
 SPECIALS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"),
@@ -184,7 +191,7 @@ def write_rows(path: Path, rows: list[object]) -> Path:
 def test_exactly_the_answers_and_their_ends_are_supervised(bpe: Tokenizer, name: str) -> None:
     """And the ids are those of the chat template; llama-2 has one <s> a user turn."""
     tokenizer = with_template(bpe, CASES[name].template)
-    marked = supervise(tokenizer, TWO_TURNS)
+    marked = supervised(tokenizer, TWO_TURNS)
     assert supervised_pieces(tokenizer, marked) == list(CASES[name].answers)
     assert marked.input_ids == tokenizer.apply_chat_template(TWO_TURNS, return_dict=False)
     assert len(marked.mask) == len(marked.input_ids)
@@ -194,20 +201,20 @@ def test_exactly_the_answers_and_their_ends_are_supervised(bpe: Tokenizer, name:
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"gemma", "mistral"}))
 def test_a_system_message_changes_nothing_about_the_answers(bpe: Tokenizer, name: str) -> None:
     tokenizer = with_template(bpe, CASES[name].template)
-    marked = supervise(tokenizer, [SYSTEM, *TWO_TURNS])
+    marked = supervised(tokenizer, [SYSTEM, *TWO_TURNS])
     assert supervised_pieces(tokenizer, marked) == list(CASES[name].answers)
 
 
 def test_a_template_that_moves_the_system_text_keeps_the_last_answer(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, MISTRAL)
-    marked = supervise(tokenizer, [SYSTEM, *TWO_TURNS])
+    marked = supervised(tokenizer, [SYSTEM, *TWO_TURNS])
     assert supervised_pieces(tokenizer, marked) == [" Yes, twice.</s>"]
 
 
 def test_thoughts_that_the_template_shows_are_supervised(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, QWEN_3)
     thought: Message = {**TWO_TURNS[1], "reasoning_content": "two"}
-    marked = supervise(tokenizer, [TWO_TURNS[0], thought])
+    marked = supervised(tokenizer, [TWO_TURNS[0], thought])
     assert supervised_pieces(tokenizer, marked) == [
         "<think>\ntwo\n</think>\n\nIt is four.<|im_end|>"
     ]
@@ -216,20 +223,20 @@ def test_thoughts_that_the_template_shows_are_supervised(bpe: Tokenizer) -> None
 def test_an_answer_cut_before_its_end_does_not_teach_to_stop(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, CHATML)
     cut: Message = {**TWO_TURNS[1], "finished": False}
-    marked = supervise(tokenizer, [TWO_TURNS[0], cut, *TWO_TURNS[2:]])
+    marked = supervised(tokenizer, [TWO_TURNS[0], cut, *TWO_TURNS[2:]])
     assert supervised_pieces(tokenizer, marked) == ["It is four.", "Yes, twice.<|im_end|>"]
 
 
 def test_an_empty_answer_supervises_its_end(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, LLAMA_3)
-    marked = supervise(tokenizer, [TWO_TURNS[0], {"role": "assistant", "content": ""}])
+    marked = supervised(tokenizer, [TWO_TURNS[0], {"role": "assistant", "content": ""}])
     assert supervised_pieces(tokenizer, marked) == ["<|eot_id|>"]
 
 
 def test_a_token_that_holds_prompt_and_answer_is_not_supervised(bpe: Tokenizer) -> None:
     """The prompt ends with a space, which the tokenizer merges with the answer's first word."""
     tokenizer = with_template(bpe, VICUNA.replace("ASSISTANT:{%", "ASSISTANT: {%"))
-    marked = supervise(tokenizer, TWO_TURNS[:2])
+    marked = supervised(tokenizer, TWO_TURNS[:2])
     assert supervised_pieces(tokenizer, marked) == [" is four.</s>"]
 
 
@@ -238,7 +245,7 @@ def test_a_token_that_holds_answer_and_template_is_not_supervised(bpe: Tokenizer
     joining = VICUNA.replace("eos_token if", "('' if loop.last else 'o ') if")
     tokenizer = with_template(bpe, joining)
     answer: Message = {"role": "assistant", "content": "four tw"}
-    marked = supervise(tokenizer, [TWO_TURNS[0], answer, TWO_TURNS[2], TWO_TURNS[1]])
+    marked = supervised(tokenizer, [TWO_TURNS[0], answer, TWO_TURNS[2], TWO_TURNS[1]])
     assert "two" in [tokenizer.decode(i).strip() for i in marked.input_ids]
     assert supervised_pieces(tokenizer, marked)[0] == " four"
 
@@ -248,7 +255,7 @@ def test_an_earlier_answer_that_is_shortened_later_is_not_supervised(bpe: Tokeni
         "m.content }}", "m.content if loop.last or m.role == 'user' else m.content[:6] }}"
     )
     tokenizer = with_template(bpe, shortening)
-    assert supervised_pieces(tokenizer, supervise(tokenizer, TWO_TURNS)) == [
+    assert supervised_pieces(tokenizer, supervised(tokenizer, TWO_TURNS)) == [
         "Yes, twice.<|im_end|>"
     ]
 
@@ -256,20 +263,20 @@ def test_an_earlier_answer_that_is_shortened_later_is_not_supervised(bpe: Tokeni
 def test_a_prompt_unlike_the_full_text_supervises_nothing(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, "{% if add_generation_prompt %}Think. {% endif %}" + CHATML)
     with pytest.raises(UserError, match="0 supervised tokens"):
-        supervise(tokenizer, TWO_TURNS)
+        supervised(tokenizer, TWO_TURNS)
 
 
 def test_characters_of_several_tokens_stay_whole(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, CHATML)
     answer: Message = {"role": "assistant", "content": "日本 🎉"}
-    marked = supervise(tokenizer, [{"role": "user", "content": "é🎉"}, answer])
+    marked = supervised(tokenizer, [{"role": "user", "content": "é🎉"}, answer])
     kept = [i for i, k in zip(marked.input_ids, marked.mask, strict=True) if k]
     assert kept == tokenizer("日本 🎉<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
 def test_the_prompt_is_encoded_without_a_second_bos(bpe: Tokenizer) -> None:
     tokenizer = with_template(bpe, MISTRAL)
-    ids = encode_prompt(tokenizer, TWO_TURNS[:1], "the prompt")
+    ids = Rendering(tokenizer, "the prompt").ids(TWO_TURNS[:1], True)
     assert ids == tokenizer.apply_chat_template(
         TWO_TURNS[:1], add_generation_prompt=True, return_dict=False
     )
@@ -280,11 +287,11 @@ def test_answers_of_a_base_model_continue_their_prompts(bpe: Tokenizer, caplog) 
     """The prompt has the tokens that decoding gives it, and an answer ends the text."""
     tell_of_base_model.cache_clear()
     tokenizer = with_template(bpe, None)
-    marked = supervise(tokenizer, TWO_TURNS[:2])
+    marked = supervised(tokenizer, TWO_TURNS[:2])
     asked, answered = (turn["content"] for turn in TWO_TURNS[:2])
     assert tokenizer.decode(marked.input_ids) == f"<s>{asked}{answered}</s>"
     assert supervised_pieces(tokenizer, marked) == ["It is four.</s>"]
-    assert [encode_prompt(tokenizer, TWO_TURNS[:1], "the prompt")] == encode(asked, tokenizer)
+    assert [Rendering(tokenizer, "the prompt").ids(TWO_TURNS[:1], True)] == encode(asked, tokenizer)
     assert caplog.messages == [
         "this tokenizer has no chat template: prompts are texts that answers continue"
     ]
@@ -292,23 +299,23 @@ def test_answers_of_a_base_model_continue_their_prompts(bpe: Tokenizer, caplog) 
 
 def test_a_refused_system_role_says_so(bpe: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"row 3 of f.jsonl: .*System role not supported"):
-        supervise(with_template(bpe, GEMMA), [SYSTEM, *TWO_TURNS], "row 3 of f.jsonl")
+        supervised(with_template(bpe, GEMMA), [SYSTEM, *TWO_TURNS], "row 3 of f.jsonl")
 
 
 def test_roles_that_must_alternate_say_so(bpe: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"roles user, user .*must alternate"):
-        supervise(with_template(bpe, LLAMA_2), [TWO_TURNS[0], TWO_TURNS[0]])
+        supervised(with_template(bpe, LLAMA_2), [TWO_TURNS[0], TWO_TURNS[0]])
 
 
 def test_a_template_without_answers_is_refused(bpe: Tokenizer) -> None:
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(UserError, match="0 supervised tokens in row 17 of FILE: the template"):
-        supervise(with_template(bpe, silent), TWO_TURNS, "row 17 of FILE")
+        supervised(with_template(bpe, silent), TWO_TURNS, "row 17 of FILE")
 
 
 def test_a_conversation_without_answers_is_refused(bpe: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"0 supervised tokens in .*no assistant answers"):
-        supervise(with_template(bpe, CHATML), TWO_TURNS[:1])
+        supervised(with_template(bpe, CHATML), TWO_TURNS[:1])
 
 
 # ------------------------------------------------------------------------------------- reading

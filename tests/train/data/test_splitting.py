@@ -16,7 +16,7 @@ from drafthead.train.data.fitted_rows import Reading, fitted_rows, turn_starts
 from drafthead.train.data.left_out import LeftOut
 from drafthead.train.data.row_forms import Message
 from drafthead.train.data.sequences import SupervisedTokens
-from drafthead.train.data.supervision import encode_prompt
+from drafthead.train.data.supervision import Rendering
 
 CHAT = byte_tokenizer()
 # Shows no answer but the last, as templates do that drop earlier reasoning.
@@ -46,7 +46,7 @@ def distilled(conversation: Conversation, tokenizer=CHAT) -> Conversation:
     answers = []
     for i, message in enumerate(conversation.messages):
         if message["role"] == "assistant":
-            prompt = encode_prompt(tokenizer, conversation.messages[:i], "here")
+            prompt = Rendering(tokenizer, "here").ids(conversation.messages[:i], True)
             ids = tokenizer(message["content"].upper() + "<|end|>")["input_ids"]
             answers.append(AnswerTokens(prompt, ids))
     return replace(conversation, tokens=StoredTokens(tuple(answers), vocabulary_of(tokenizer)))

@@ -22,7 +22,7 @@ from drafthead.scripts.data import distill as distill_verb
 from drafthead.scripts.options import with_groups
 from drafthead.train.data.conversations import Conversation, read_conversations, row_seed
 from drafthead.train.data.row_forms import Message
-from drafthead.train.data.supervision import supervise
+from drafthead.train.data.supervision import Rendering, supervise
 from drafthead.train.distillation.dialogue import question_of, user_turns
 from drafthead.train.jobs.outputs import manifest_path
 from drafthead.train.settings import DistillSettings
@@ -61,7 +61,7 @@ def test_the_output_is_training_data(output: Path) -> None:
     decoder = FakeDecoder()
     distilled(decoder, asked(1, turns=2), output)
     [conversation] = read_conversations(output)
-    marked = supervise(decoder.tokenizer, conversation.messages)
+    marked = supervise(Rendering(decoder.tokenizer, "the row"), conversation.messages)
     assert sum(marked.mask) == 2 * 9
 
 
@@ -72,7 +72,8 @@ def test_an_answer_cut_at_the_limit_is_marked_and_teaches_no_end(output: Path) -
     [conversation] = read_conversations(output)
     assert not rows_by_id(output)["row-0"]["finished"]
     assert report.statistics.ended == {"length": 1}
-    assert sum(supervise(decoder.tokenizer, conversation.messages).mask) == 5
+    marked = supervise(Rendering(decoder.tokenizer, "the row"), conversation.messages)
+    assert sum(marked.mask) == 5
 
 
 def test_an_answer_cut_within_a_character_ends_before_it(output: Path) -> None:

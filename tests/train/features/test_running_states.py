@@ -7,7 +7,7 @@ from tiny import VOCAB
 
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.train.data.packing import TokenBatch
+from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.train.features.reading import read_features
 
 
@@ -18,7 +18,7 @@ def test_packed_rows_have_the_features_of_each_text_alone(name: str, last: bool)
     segments = torch.tensor([[1, 1, 1, 2, 2, 0], [1] * 5 + [2], [1, 2, 3, 3, 3, 3]])
     ids = torch.randint(1, VOCAB, segments.shape)
     spec = FeatureSpec(layers=(0, 1), last=last)
-    tokens = TokenBatch(ids, segments, segments > 0)
+    tokens = HeadBatch(ids, segments, segments > 0)
     found = read_features(target, tokens, spec, "no").features
     assert (found.last is not None) == last
     for row, numbers in enumerate(segments.tolist()):
