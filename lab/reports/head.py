@@ -108,8 +108,12 @@ def vocabulary(foreign: Foreign) -> str:
     return "the target's"
 
 
-def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable]) -> None:
-    """Print tau by size of the tree, then acceptance by depth; a line is a file."""
+def print_evaluations(
+    found: dict[str, Evaluation],
+    tables: dict[str, TokenTable],
+    lengths: dict[str, dict[str, dict[str, float]]],  # of each file, see `by_length`
+) -> None:
+    """Print tau by size of the tree and by length, then acceptance by depth; a line is a file."""
     sizes = [f"{nodes} nodes" for nodes in TREE_SIZES]
     taus = [
         [
@@ -130,6 +134,13 @@ def print_evaluations(found: dict[str, Evaluation], tables: dict[str, TokenTable
             kinds = [(name, number(tau)) for name, tau in evaluation.categories.items()]
             title = f"{Path(source).name}: tau at {CATEGORY_NODES} nodes by category"
             print_table(Table(title, ["category", "tau"], kinds))
+    for source, by_length in lengths.items():
+        rows = [
+            [name, number(row["tokens"], 0), *(number(row[tree]) for tree in [*chains, *sizes])]
+            for name, row in by_length.items()
+        ]
+        title = f"{Path(source).name}: tau by the tokens before a step"
+        print_table(Table(title, ["tokens before", "tokens", *chains, *sizes], rows))
     depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
     for title, corner, name in BY_DEPTH:
         rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]

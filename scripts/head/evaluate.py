@@ -57,7 +57,7 @@ def main(
     from drafthead.lab.races.record import write_record
     from drafthead.lab.reports.head import print_evaluations
     from drafthead.train.data.training_rows import check_writers
-    from drafthead.train.learning.evaluation import evaluation_of
+    from drafthead.train.learning.evaluation import by_length, evaluation_of
     from drafthead.train.run.folder import BEST_FOLDER
 
     if save_acceptance:
@@ -71,13 +71,17 @@ def main(
         check_writers(source, table.writers, model.target, weights)
     ranked = ranked_answers(trained, target, tables)
     found = {source: evaluation_of(*answers) for source, answers in ranked.items()}
-    print_evaluations(found, tables)
+    lengths = {source: by_length(answers) for source, answers in ranked.items()}
+    print_evaluations(found, tables, lengths)
     for sentence in what_more_would_bring(head.parent if head.name == BEST_FOLDER else head):
         print(f"its training: {sentence}")
     if save_acceptance:
         save(head, found)
     if output is not None:
-        summaries = {source: evaluation.summary() for source, evaluation in found.items()}
+        summaries = {
+            source: evaluation.summary() | {"by_length": lengths[source]}
+            for source, evaluation in found.items()
+        }
         record = {"head": str(head), "data": summaries}
         write_record(output, model.target, target, record)
 

@@ -409,6 +409,9 @@ def test_evaluate_prints_and_writes_what_a_head_would_bring(run, answers, tmp_pa
     assert status == 0 and "alpha" in out and "chain of 3" in out
     found = json.loads((tmp_path / "found.json").read_text())["data"][str(answers)]
     assert found["tau_tree"]["64"] >= found["tau_chain"] >= found["tau_short_chain"] >= 1
+    assert "tau by the tokens before a step" in out
+    every = found["by_length"]["before: from 0"]  # no answer is longer
+    assert every["tokens"] == found["anchors"] and every["64 nodes"] == found["tau_tree"]["64"]
     status, _, error = run(
         "head", "evaluate", "@head", *TARGET, "--data", str(answers), "--max-length", "1"
     )

@@ -5,6 +5,8 @@ positions at which a step begins count. All positions alike, as they are trained
 number: decoding drafts after a token that the head missed.
 """
 
+from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,11 +25,13 @@ from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.train.data.packing import PackedData
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.ranks import RankedAnchors, chain_lengths, count_paths
+from drafthead.train.learning.ranks import Ranked, RankedAnchors, chain_lengths, count_paths
 
 TREE_SIZES = (8, 16, 32, 64)  # nodes, the root included
 SHORT_CHAIN = 3  # drafted tokens, as other engines report MTP layers
 CATEGORY_NODES = 16
+# Tokens before a step at which a row of `by_length` begins.
+BANDS = {"before": (0, 500, 2_000, 4_000, 8_000, 16_000), "in the answer": (0, 100, 1_000)}
 
 
 @dataclass(frozen=True)
@@ -59,21 +63,25 @@ def measure(ranked: RankedAnchors) -> Evaluation:
     lengths = chain_lengths(ranks)
     reached = [int((lengths >= k).sum()) for k in range(depth + 1)]
     counts = count_paths(ranks)
-    chain, short = [
-        {(0,) * length for length in range(1 + longest)}
-        for longest in (depth, min(depth, SHORT_CHAIN))
-    ]
-    trees = {size: {(), *grow_tree(counts, size).paths} for size in TREE_SIZES}
+    chain, short, *trees = (ranked.tau(tree) for tree in trees_of(counts, depth).values())
     return Evaluation(
         anchors=anchors,
         top1=share_among(ranks, 1),
         top8=share_among(ranks, 8),
         alpha=tuple(reached[k + 1] / max(1, reached[k]) for k in range(depth)),
-        tau_chain=ranked.tau(chain),
-        tau_short_chain=ranked.tau(short),
-        tau_tree={size: ranked.tau(tree) for size, tree in trees.items()},
+        tau_chain=chain,
+        tau_short_chain=short,
+        tau_tree=dict(zip(TREE_SIZES, trees, strict=True)),
         path_counts=counts,
     )
+
+
+def trees_of(counts: dict[Path, int], depth: int) -> dict[str, set[Path]]:
+    """The chains and the best static trees that heads are measured with, by name."""
+    lengths = {"chain": depth, f"chain of {SHORT_CHAIN}": min(depth, SHORT_CHAIN)}
+    chains = {name: {(0,) * n for n in range(1 + most)} for name, most in lengths.items()}
+    trees = {f"{size} nodes": {(), *grow_tree(counts, size).paths} for size in TREE_SIZES}
+    return chains | trees
 
 
 def share_among(ranks: torch.Tensor, guesses: int) -> tuple[float, ...]:
@@ -150,6 +158,31 @@ def by_category(
         name: ranked.part(lambda key, name=name: kinds[key] == name).tau(tree)  # type: ignore[misc]
         for name in names
     }
+
+
+def by_length(answers: Ranked) -> dict[str, dict[str, float]]:
+    """Tokens, and tau with the best trees for all answers, by the tokens before a step."""
+    found, ranks = answers.ranks, answers.ranks.ranks
+    trees = trees_of(count_paths(ranks), ranks.shape[1])
+    rows: dict[str, dict[str, float]] = {}
+    for what, counts in tokens_before(answers).items():
+        bands = [BANDS[what][bisect(BANDS[what], count) - 1] for count in counts]
+        taus = {name: found.tau_by(tree, bands) for name, tree in trees.items()}
+        for band, tokens in sorted(Counter(bands).items()):
+            by_tree = {name: tau[band] for name, tau in taus.items()}
+            rows[f"{what}: from {band:,}"] = {"tokens": tokens, **by_tree}
+    return rows
+
+
+def tokens_before(answers: Ranked) -> dict[str, list[int]]:
+    """Tokens before the root of each anchor, of its conversation and of its answer."""
+    (found, data), before, inside = answers, list[int](), list[int]()
+    anchors = [(*key, at) for key, at in zip(found.conversations, found.anchors, strict=True)]
+    for last, (row, segment, anchor) in zip([None, *anchors], anchors, strict=False):
+        start = sum(int(data.sequences.lengths[n]) for n in data.rows[row][: segment - 1])
+        before.append(anchor + 1 - start)
+        inside.append(inside[-1] + 1 if last == (row, segment, anchor - 1) else 0)
+    return {"before": before, "in the answer": inside}
 
 
 def ranked_anchors(batch: HeadBatch, ranks: torch.Tensor, first_row: int = 0) -> RankedAnchors:

@@ -49,12 +49,22 @@ class RankedAnchors:
         An answer of 5 tokens whose first step accepts 2 and whose second one accepts none:
         4 tokens in 2 passes.
         """
+        return self.tau_by(tree, [0] * len(self.anchors)).get(0, 1.0)
+
+    def tau_by(self, tree: set[Path], labels: Sequence[int]) -> dict[int, float]:
+        """`tau` of the steps that begin at anchors with each of the labels [A]."""
         accepted = [accepted_in(tree, tuple(row)) for row in self.ranks.tolist()]
         places = list(zip(self.conversations, self.anchors, strict=True))
         following = [(conversation, anchor + 1) for conversation, anchor in places]
         goes_on = [a == b for a, b in zip(following, [*places[1:], None], strict=True)]
-        steps = roots_of_steps(self.conversations, self.anchors, accepted)
-        return max(1.0, sum(goes_on) / max(1, sum(goes_on[number] for number in steps)))
+        steps = set(roots_of_steps(self.conversations, self.anchors, accepted))
+        passes, tokens, label = Counter[int](), Counter[int](), 0
+        for number, counts in enumerate(goes_on):
+            if number in steps:
+                label = labels[number]
+                passes[label] += counts
+            tokens[label] += counts
+        return {name: max(1.0, tokens[name] / max(1, passes[name])) for name in set(labels)}
 
 
 class Ranked(NamedTuple):

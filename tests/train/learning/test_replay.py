@@ -1,5 +1,7 @@
 """Decoding that is played again from ranks: where steps begin, and the tau that follows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,11 +10,11 @@ from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.objectives.anchors import anchor_positions
 from drafthead.heads.objectives.batch import HeadBatch
 from drafthead.infer import Decoder
-from drafthead.train.data.packing import collate
+from drafthead.train.data.packing import PackedData, collate
 from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.features.reading import read_features
-from drafthead.train.learning.evaluation import measure, ranked_anchors
-from drafthead.train.learning.ranks import accepted_in, roots_of_steps
+from drafthead.train.learning.evaluation import by_length, measure, ranked_anchors
+from drafthead.train.learning.ranks import Ranked, RankedAnchors, accepted_in, roots_of_steps
 
 
 def test_a_tree_accepts_the_true_path_as_far_as_it_holds_it() -> None:
@@ -31,6 +33,30 @@ def test_a_step_begins_behind_what_the_step_before_accepted_and_the_token_it_mis
     # not supervised are skipped.
     two = [(0, 1), (0, 1), (0, 2), (0, 2), (1, 1)]
     assert roots_of_steps(two, [1, 2, 5, 8, 1], [3, 0, 1, 0, 0]) == [0, 2, 3, 4]
+
+
+def test_tau_by_length_counts_a_steps_tokens_where_it_begins() -> None:
+    """Two conversations in a row, the second with 2,010 tokens before its two answers."""
+    known, missed = [0, 0], [9, 9]
+    first = [(10 + n, missed) for n in range(5)]  # after 11 to 15 tokens of its own 20
+    late = [(20 + 2009 + n, known) for n in range(111)]  # after 2,010 to 2,120
+    again = [(20 + 2300 + n, missed) for n in range(3)]
+    places = [(anchor, ranks) for part in (first, late, again) for anchor, ranks in part]
+    keys = [(0, 1)] * 5 + [(0, 2)] * 114
+    ranks = torch.tensor([ranks for _, ranks in places])
+    table = SimpleNamespace(lengths=[2400, 20])
+    found = RankedAnchors(ranks, keys, [anchor for anchor, _ in places])
+    rows = by_length(Ranked(found, PackedData(table, ((1, 0),))))
+    tokens = {name: row["tokens"] for name, row in rows.items()}
+    assert tokens == {
+        "before: from 0": 5, "before: from 2,000": 114,
+        "in the answer: from 0": 108, "in the answer: from 100": 11,
+    }  # fmt: skip
+    assert rows["before: from 0"]["chain"] == 1
+    # Steps of 3 tokens: 110 in 37 passes, of which the third answer's 2 in 2.
+    assert rows["before: from 2,000"]["chain"] == 112 / 39
+    assert rows["in the answer: from 0"]["chain"] == (4 + 34 * 3 + 2) / (4 + 34 + 2)
+    assert rows["in the answer: from 100"]["chain"] == 8 / 3
 
 
 def test_replayed_roots_are_those_of_decoding(target, make_head) -> None:
