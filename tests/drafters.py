@@ -7,9 +7,8 @@ import torch
 from tiny import BUSHY, END, HIDDEN, VOCAB, letters_tokenizer, tiny_llama
 
 from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer
-from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import Translator
-from drafthead.contrib.own_layers.own_layers import OwnLayers
+from drafthead.contrib.own_layers import OwnLayers
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import TreeShape
@@ -107,8 +106,8 @@ def make_small_model(kind: str, target: Target) -> Drafter:
         theirs = Target(target.model, letters_tokenizer(letters))
         if kind == "other-vocabulary":
             return model_drafter(Target(small.model, few), theirs, depth=3)
-        writer = TextWriter(Translator(theirs.tokenizer, few))
-        return OtherTokenizer(Target(small.model, few), theirs, depth=3, writer=writer)
+        translator = Translator(theirs.tokenizer, few)
+        return OtherTokenizer(Target(small.model, few), theirs, 3, translator)
     if kind == "unsure":
         return unsure(target)
     small = make_target(seed=1, layers=1, vocab=vocab, hidden=target.hidden_size)

@@ -6,8 +6,8 @@ of the rows that they look up in a table of positions.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -41,58 +41,45 @@ def position_table(decoder: nn.Module) -> nn.Module | None:
     return table if isinstance(table, nn.Embedding) and takes(table, NUMBERS) else None
 
 
-class DecoderPositions:
-    """Hooks on a decoder that place its tokens during one pass of this thread.
+@contextmanager
+def placed(
+    decoder: nn.Module,
+    positions: torch.Tensor,  # [B, T]
+    mask: torch.Tensor,  # [B, 1, T, S] additive, of self-attention
+) -> Iterator[None]:
+    """Within, a decoder has its tokens at these positions, in passes of this thread.
 
     The caller holds the model's `hook_lock`, as passes with `Taps` do.
     """
-
-    def __init__(
-        self,
-        decoder: nn.Module,
-        positions: torch.Tensor,  # [B, T]
-        mask: torch.Tensor,  # [B, 1, T, S] additive, of self-attention
-    ):
-        self.decoder, self.positions, self.mask = decoder, positions, mask
-        self.handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> "DecoderPositions":
-        """Attach the hooks."""
-        if (attention := biased_attention(self.decoder)) is not None:
-            self._before(attention, self._biased)
-        if (table := position_table(self.decoder)) is not None:
+    with ExitStack() as hooks:
+        if (attention := biased_attention(decoder)) is not None:
+            hooks.enter_context(given(attention, {BIAS: distance_bias(attention, mask)}))
+        if (table := position_table(decoder)) is not None:
             # Decoders give all positions in one row; the embeddings [B x T, D] become rows again.
-            self._before(table, lambda _: {NUMBERS: self.positions.flatten()})
-            in_rows = in_this_thread(lambda _, __, found: found.view(*self.positions.shape, -1))
-            self.handles.append(table.register_forward_hook(in_rows))
-        return self
+            hooks.enter_context(given(table, {NUMBERS: positions.flatten()}))
+            in_rows = in_this_thread(lambda _, __, found: found.view(*positions.shape, -1))
+            hooks.enter_context(table.register_forward_hook(in_rows))
+        yield
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks, whatever happened during the pass."""
-        while self.handles:
-            self.handles.pop().remove()
 
-    def _before(self, module: nn.Module, change: Callable[[nn.Module], dict[str, Any]]) -> None:
-        """Let the module's calls have the arguments that `change` returns."""
+def given(module: nn.Module, arguments: dict[str, torch.Tensor]) -> RemovableHandle:
+    """A hook by which the module's calls have these arguments [...]."""
+    hook = in_this_thread(lambda _, inputs, options: (inputs, options | arguments))
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-        def hook(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            return inputs, options | change(module)
 
-        handle = module.register_forward_pre_hook(in_this_thread(hook), with_kwargs=True)
-        self.handles.append(handle)
+def distance_bias(attention: nn.Module, mask: torch.Tensor) -> torch.Tensor:
+    """The bias [B, H, T, S] by the distance of each key from each query, in positions.
 
-    def _biased(self, attention: nn.Module) -> dict[str, Any]:
-        """The bias [B, H, T, S] by the distance of each key from each query, in positions.
-
-        For the mask 0 -inf 0 0 of one query, keys are at positions 0 0 1 2 and their distances are
-        2 2 1 0.
-        """
-        places = key_positions(self.mask)
-        distances = (places[..., -1:] - places).clamp_min(0).long()[:, 0]  # [B, T, S]
-        columns = distances.shape[-1]
-        # The model's own bias of a query at the last of so many positions: by distance, backwards.
-        last: torch.Tensor = attention.compute_bias(  # type: ignore[operator]
-            1, columns, device=distances.device, past_seen_tokens=columns - 1
-        )
-        by_distance = last[0, :, 0].flip(-1)  # [H, S]
-        return {BIAS: by_distance[:, distances].transpose(0, 1)}
+    For the mask 0 -inf 0 0 of one query, keys are at positions 0 0 1 2 and their distances are
+    2 2 1 0.
+    """
+    places = key_positions(mask)
+    distances = (places[..., -1:] - places).clamp_min(0).long()[:, 0]  # [B, T, S]
+    columns = distances.shape[-1]
+    # The model's own bias of a query at the last of so many positions: by distance, backwards.
+    last: torch.Tensor = attention.compute_bias(  # type: ignore[operator]
+        1, columns, device=distances.device, past_seen_tokens=columns - 1
+    )
+    by_distance = last[0, :, 0].flip(-1)  # [H, S]
+    return by_distance[:, distances].transpose(0, 1)

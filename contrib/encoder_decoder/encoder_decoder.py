@@ -17,11 +17,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.contrib.encoder_decoder.decoder_positions import (
-    DecoderPositions,
     biased_attention,
+    placed,
     position_table,
 )
-from drafthead.contrib.encoder_decoder.source_cache import SourceCache, SourceStates, for_decoder
+from drafthead.contrib.encoder_decoder.source_cache import SourceCache
 from drafthead.core.errors import UserError
 from drafthead.core.host import to_host
 from drafthead.core.target.any_target import ENCODER_DECODER, TARGETS
@@ -68,9 +68,8 @@ class EncoderDecoderTarget(Target):
             f"its {implementation} attention takes no tree mask; load it with "
             "attn_implementation='sdpa'": implementation not in MASKED_ATTENTION,
         }
-        for reason, holds in reasons.items():
-            if holds:
-                raise UserError(f"{type(self.model).__name__} is not supported as target: {reason}")
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            raise UserError(f"{type(self.model).__name__} is not supported as target: {reason}")
 
     def find_last_state(self, decoder: PreTrainedModel) -> Place:
         """The input of the output head: BART has no final norm, and T5 scales its state."""
@@ -109,6 +108,7 @@ class EncoderDecoderTarget(Target):
         bias = getattr(self.model, "final_logits_bias", None)
         return logits if bias is None else logits + bias[0]
 
+    @torch.no_grad()
     def read_sources(
         self,
         ids: torch.Tensor,  # [B, T] right-padded: sources, and what the decoder begins with
@@ -119,39 +119,29 @@ class EncoderDecoderTarget(Target):
         assert isinstance(cache, SourceCache)
         start = torch.tensor(self.decoder_prompt, device=ids.device)
         steps = torch.arange(len(start), device=ids.device)
-        self.encode(ids, lengths - len(start), cache, len(start) + room)
+        sources = lengths - len(start)
+        bounds = min(counts := to_host(sources)), max(counts)
+        read = ids[:, : bounds[1]]
+        there = (torch.arange(bounds[1], device=ids.device) < sources[:, None]).long()
+        # The decoder's pass over one token makes the keys and values of its cross-attention.
+        made = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with hook_lock(self.model), evaluating(self.model):
+            self.model(
+                encoder_outputs=self.encoder(input_ids=read, attention_mask=there),
+                attention_mask=there,
+                decoder_input_ids=read.new_full((len(ids), 1), self.decoder_prompt[0]),
+                use_cache=True,
+                **{self.cache_name: made},
+            )
+        layers: Sequence[Any] = made.cross_attention_cache.layers  # the pass has written them
+        states = [(layer.keys, layer.values) for layer in layers]
+        cache.commit_sources(states, sources, bounds, len(start) + room)
         mask = cache.additive_mask((steps[:, None] >= steps)[None], self.dtype)
         tokens, positions = start.expand(len(ids), -1), cache.positions(len(start))
         found = self.read(tokens, positions, mask, NO_FEATURES.with_last(), cache)
         cache.commit(steps.expand(len(ids), -1), lengths, ids.shape[1])
         assert found.last is not None
         return found.last[:, -1]
-
-    @torch.no_grad()
-    def encode(
-        self,
-        ids: torch.Tensor,  # [B, T] each row's source, then anything
-        lengths: torch.Tensor,  # [B] of the sources
-        cache: SourceCache,
-        room: int,
-    ) -> None:
-        """Read sources into an empty cache, with room for so many columns after them."""
-        bounds = min(counts := to_host(lengths)), max(counts)
-        sources = ids[:, : bounds[1]]
-        there = (torch.arange(bounds[1], device=ids.device) < lengths[:, None]).long()
-        # The decoder's pass over one token makes the keys and values of its cross-attention.
-        read = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        with hook_lock(self.model), evaluating(self.model):
-            self.model(
-                encoder_outputs=self.encoder(input_ids=sources, attention_mask=there),
-                attention_mask=there,
-                decoder_input_ids=sources.new_full((len(ids), 1), self.decoder_prompt[0]),
-                use_cache=True,
-                **{self.cache_name: read},
-            )
-        layers: Sequence[Any] = read.cross_attention_cache.layers  # the pass has written them
-        states = [SourceStates(layer.keys, layer.values) for layer in layers]
-        cache.commit_sources(states, lengths, bounds, room)
 
     def forward(
         self,
@@ -168,14 +158,14 @@ class EncoderDecoderTarget(Target):
         mask = attention_mask[..., cache.shortest :]
         # The encoder's states are not read: their keys and values are in the cache.
         nothing = input_ids.new_zeros(len(input_ids), cache.widest, 1, dtype=self.dtype)
-        with DecoderPositions(self.decoder, positions, mask):
+        with placed(self.decoder, positions, mask):
             output = self.model(
                 encoder_outputs=BaseModelOutput(last_hidden_state=nothing),
                 attention_mask=cache.source_mask(input_ids.shape[1], self.dtype),
                 decoder_input_ids=input_ids,
                 decoder_attention_mask=mask,
                 use_cache=True,
-                **{self.cache_name: for_decoder(cache)},
+                **{self.cache_name: cache.for_decoder()},
             )
         return output.logits
 

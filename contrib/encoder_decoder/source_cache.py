@@ -11,20 +11,13 @@ nodes (`t`)::
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from drafthead.core.kv_cache.column_cache import ColumnCache, additive
 from drafthead.core.target.tree_cache import TreeCache
-
-
-class SourceStates(NamedTuple):
-    """The states that cross-attention of one layer reads, under transformers' names."""
-
-    keys: torch.Tensor  # [B, H, W, D]
-    values: torch.Tensor  # [B, H, W, D]
 
 
 class SourceCache(TreeCache):
@@ -36,7 +29,7 @@ class SourceCache(TreeCache):
 
     def commit_sources(
         self,
-        states: Sequence[SourceStates],  # of each layer
+        states: Sequence[tuple[torch.Tensor, torch.Tensor]],  # keys, values [B, H, W, D] of layers
         lengths: torch.Tensor,  # [B]
         bounds: tuple[int, int],  # the shortest and the longest
         room: int,
@@ -46,10 +39,30 @@ class SourceCache(TreeCache):
         self.prompt_states = dict(enumerate(states))
         self.commit_prompt(lengths, self.widest, room)
 
-    def source_states(self) -> list[SourceStates]:
-        """The columns of every layer that may belong to a source."""
-        pairs = zip(self.keys, self.values, strict=True)
-        return [SourceStates(*(s[:, :, : self.widest] for s in pair)) for pair in pairs]
+    def for_decoder(self) -> EncoderDecoderCache:
+        """This cache as a decoder takes it: what it reads of the source is there."""
+        layers: list[Any] = []
+        for states in zip(self.keys, self.values, strict=True):
+            layers.append(layer := DynamicLayer())
+            layer.keys, layer.values = (s[:, :, : self.widest] for s in states)
+            layer.is_initialized = True
+        return EncoderDecoderCache(self, Cache(layers=layers))
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # [B, H, T, D]
+        value_states: torch.Tensor,  # [B, H, T, D]
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write T new positions of a layer; returns the used columns after the shortest source."""
+        keys, values = super().update(key_states, value_states, layer_idx)
+        return keys[:, :, self.shortest :], values[:, :, self.shortest :]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use after the shortest source."""
+        return super().get_seq_length() - self.shortest
 
     def source_mask(self, num_nodes: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A mask of these columns, [B, 1, N, W], added to scores: N nodes see their row's source.
@@ -93,45 +106,3 @@ class SourceCache(TreeCache):
     def _widen(self, parts: Sequence["SourceCache"]) -> None:
         self.shortest = min(part.shortest for part in parts)
         self.widest = max(part.widest for part in parts)
-
-
-class AnswerColumns(Cache):
-    """The columns of a `SourceCache` for self-attention: all after the shortest source."""
-
-    def __init__(self, cache: SourceCache):
-        super().__init__(layers=[])
-        self.cache = cache
-
-    def update(
-        self,
-        key_states: torch.Tensor,  # [B, H, T, D]
-        value_states: torch.Tensor,  # [B, H, T, D]
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write T new positions of a layer; returns the columns [B, H, S, D] in use of both."""
-        keys, values = self.cache.update(key_states, value_states, layer_idx)
-        first = self.cache.shortest
-        return keys[:, :, first:], values[:, :, first:]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in use."""
-        return self.cache.get_seq_length() - self.cache.shortest
-
-
-class SourceColumns(Cache):
-    """The columns of a `SourceCache` for cross-attention."""
-
-    def __init__(self, cache: SourceCache):
-        super().__init__(layers=cache.source_states())  # type: ignore[arg-type]
-        self.width = cache.widest
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that may belong to a source."""
-        return self.width
-
-
-def for_decoder(cache: SourceCache) -> EncoderDecoderCache:
-    """The cache as a decoder of transformers takes it: what it reads of the source is there."""
-    return EncoderDecoderCache(AnswerColumns(cache), SourceColumns(cache))

@@ -1,22 +1,22 @@
 """A draft model with a tokenizer of its own.
 
 It reads the text of what the target has committed. By text it writes in all of its own tokens, and
-what it wrote is encoded with the target's tokenizer and proposed as a chain, see `text_writing`.
+what it wrote is encoded with the target's tokenizer and proposed as a chain, see `translation`.
 Where both vocabularies have tokens with the same text, it also drafts these, token by token, as any
-draft model does, see `shared_tokens`; the planner chooses between the two.
+draft model does, with its own probabilities among them: a known distribution over the target's
+tokens, so that every rule stays exact (token-level intersection: Timor et al., 2025, arXiv
+2502.05202, algorithm 4). The planner chooses between the two.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
-from drafthead.contrib.other_tokenizer.text_writing import TextWriter
-from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
+from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator, token_texts
 from drafthead.core.coupling import Choice
 from drafthead.core.drafting.drafter import Committed, DraftSession
 from drafthead.core.host import to_host
@@ -32,6 +32,39 @@ from drafthead.infer.drafters.model_drafter import MODEL_DRAFTERS, OTHER_TOKENIZ
 from drafthead.infer.engine.prefill import padded
 
 
+@dataclass(frozen=True)
+class SharedTokens:
+    """The S tokens with the same text in both vocabularies, by their numbers in each."""
+
+    draft_ids: torch.Tensor  # [S]
+    target_ids: torch.Tensor  # [S]
+    of_target: torch.Tensor  # [V] the draft's number of each of the target's tokens; 0 for others
+
+    @classmethod
+    def of(
+        cls,
+        ours: Mapping[str, int],
+        theirs: Mapping[str, int],
+        sizes: tuple[int, int],  # rows of the output heads, the target's and the draft's
+        device: torch.device,
+    ) -> "SharedTokens":
+        """The shared ones of the target's and the draft's `token_texts`; S may be 0."""
+        pairs = sorted(
+            (theirs[text], number)
+            for text, number in ours.items()
+            if text in theirs and number < sizes[0] and theirs[text] < sizes[1]
+        )
+        table = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2)
+        draft_ids, target_ids = table.unbind(1)
+        of_target = torch.zeros(sizes[0], dtype=torch.long, device=device)
+        of_target[target_ids] = draft_ids
+        return cls(draft_ids, target_ids, of_target)
+
+    def __len__(self) -> int:
+        """The number S of shared tokens."""
+        return len(self.draft_ids)
+
+
 class OtherTokenizer(DraftModel):
     """Chains of up to `depth` of the target's tokens by text; trees of shared tokens.
 
@@ -44,13 +77,13 @@ class OtherTokenizer(DraftModel):
         model: Target,
         target: Target,
         depth: int,
-        writer: TextWriter,
+        translator: Translator,
         shared: SharedTokens | None = None,
     ):
         """Without `shared` tokens all is by text. Raises UserError when depth is below 1."""
         super().__init__(model, target, depth)
-        self.writer = writer
-        self.shared = None if shared is None else shared.to(target.device)
+        self.translator = translator
+        self.shared = shared
         chains = chain_budgets(depth)
         if self.shared is None:
             self.budgets = chains
@@ -66,11 +99,6 @@ class OtherTokenizer(DraftModel):
             each.refuse_encoder("a draft model with another tokenizer")
         if model.stateful_layers is not None:
             model.refuse_states("drafting with another tokenizer")
-
-    def writes(self, budget: Budget, random: Choice) -> bool:
-        """Tell whether a proposal within the budget is written as text, which follows no draws."""
-        is_chain = budget.nodes == budget.depth + 1
-        return self.shared is None or (is_chain and random is None)
 
     def proposable(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits [..., S] of shared tokens, of all [..., V]."""
@@ -107,7 +135,7 @@ class OtherTokenizerSession(DraftModelSession):
     drafter: OtherTokenizer
 
     def _begin(self, prompts: torch.Tensor, lengths: torch.Tensor) -> None:
-        translator = self.drafter.writer.translator
+        translator = self.drafter.translator
         self.rows = [TranslatedRow(translator) for _ in range(len(lengths))]
         for row, tokens, length in zip(self.rows, to_host(prompts), to_host(lengths), strict=True):
             row.add(tokens[:length])
@@ -127,7 +155,9 @@ class OtherTokenizerSession(DraftModelSession):
         self.logits = None
 
     def propose(self, budget: Budget, sampling: Sampling, random: Choice) -> TokenTree:
-        if not self.drafter.writes(budget, random):
+        # What is written as text follows no draws.
+        is_written = budget.nodes == budget.depth + 1 and random is None
+        if self.drafter.shared is not None and not is_written:
             return super().propose(budget, sampling, random)
         self._catch_up()
         passes = [own_tokens(row, budget.depth) for row in self.rows]
@@ -171,7 +201,7 @@ class OtherTokenizerSession(DraftModelSession):
 
         Of 4 tokens that became 2, the first is as likely as the first 2 of the 4 were.
         """
-        tokens = self.drafter.writer.continuation(row, own)
+        tokens = self.drafter.translator.continuation(row, own)
         reached = list(accumulate(log_probs))
         scores = [
             reached[math.ceil(place * len(own) / len(tokens)) - 1]
@@ -214,10 +244,10 @@ def other_tokenizer(model: Target, target: Target, depth: int) -> OtherTokenizer
 
     Raises UserError for a tokenizer that is missing or implemented in Python.
     """
-    writer = TextWriter(Translator(target.tokenizer, model.tokenizer))
-    theirs = token_texts(writer.translator.draft)
-    shared = SharedTokens(writer.pieces, theirs, (target.vocab_size, model.vocab_size))
-    return OtherTokenizer(model, target, depth, writer, shared if len(shared) else None)
+    translator = Translator(target.tokenizer, model.tokenizer)
+    sizes = target.vocab_size, model.vocab_size
+    shared = SharedTokens.of(translator.pieces, token_texts(translator.draft), sizes, target.device)
+    return OtherTokenizer(model, target, depth, translator, shared if len(shared) else None)
 
 
 MODEL_DRAFTERS.register(OTHER_TOKENIZER, other_tokenizer, "drafters of models")

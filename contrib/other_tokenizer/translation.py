@@ -1,7 +1,10 @@
-"""The target's tokens as a draft model with another tokenizer reads them.
+"""The target's tokens as a draft model with another tokenizer reads them, and those it writes.
 
-Reading goes through text: what the target committed is decoded and encoded again. `shared_tokens`
-and `text_writing` are for what the draft model writes.
+Both go through text: what the target committed is decoded and encoded again. What the draft model
+writes becomes text, and the text those tokens that the target's tokenizer would write after the
+text before it (string-level exact match: Timor et al., 2025, arXiv 2502.05202, section 3). Whether
+they are the target's own choice is for the verifier to say: a wrong guess here costs acceptance,
+never correctness.
 """
 
 import copy
@@ -34,6 +37,32 @@ def fast(tokenizer: PreTrainedTokenizerBase | None, whose: str) -> PreTrainedTok
     return tokenizer
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The text that each token adds to a text before it, and its number.
+
+    Special tokens and parts of characters are left out. Where two tokens have one text, as a byte
+    and its letter in SentencePiece, the later one is what the tokenizer writes.
+    """
+    lead = lead_of(tokenizer)
+    # In one call: one by one would take seconds for a large vocabulary.
+    before, *pairs = tokenizer.backend_tokenizer.decode_batch(
+        [lead, *([*lead, number] for number in range(len(tokenizer)))], skip_special_tokens=False
+    )
+    special = set(tokenizer.all_special_ids)
+    texts: dict[str, int] = {}
+    for number, text in enumerate(pairs):
+        if number in special or not text.startswith(before) or "\ufffd" in text:
+            continue
+        if len(text) > len(before):
+            texts[text[len(before) :]] = number
+    return texts
+
+
+def lead_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A token to decode others after, as the first one of a text may lose its space."""
+    return list(tokenizer.encode("a", add_special_tokens=False)[-1:])
+
+
 def unknown_specials(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> set[int]:
     """Numbers of the special tokens of one tokenizer that another one does not have as such."""
     known = set(other.all_special_tokens)
@@ -62,12 +91,68 @@ class Translator:
         self.opening: list[int] = [i for i in self.draft("").input_ids if i == first]
         ends = (first, last, 0)
         self.nothing: int = next(number for number in ends if number is not None)
+        self.pieces = token_texts(self.target)  # the target's tokens by their texts
+        self.longest = max(map(len, self.pieces), default=0)  # characters of a piece
+        self.lead = lead_of(self.draft)
+        self.text_of_lead = self._decode([])
 
     def encode(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """The draft's tokens of a text, and the characters at which each starts and ends."""
         found = self.draft.backend_tokenizer.encode(text, add_special_tokens=False)
         starts, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
         return list(found.ids), list(starts), list(ends)
+
+    def continuation(self, row: "TranslatedRow", own: Sequence[int]) -> list[int]:
+        """The target's tokens after those of a row, if the draft model's `own` tokens come next.
+
+        None come after the first bytes of a character when the draft model has another one in mind.
+        """
+        tokens = self.tokens(row.text[-LOOKBACK:], self.text(own))
+        begun = len(row.unfinished)
+        return tokens[begun:] if tokens[:begun] == row.unfinished else []
+
+    def text(self, own: Sequence[int]) -> str:
+        """The text that tokens of the draft model add to the text before them.
+
+        It ends before bytes that are no whole character, and before a special token that the target
+        does not have.
+        """
+        known = list(takewhile(lambda token: token not in self.foreign, own))
+        for count in range(len(known), 0, -1):
+            whole = self._decode(known[:count])
+            # All tokens of a run of bytes are decoded to U+FFFD when its end is missing.
+            if whole.startswith(self.text_of_lead) and not whole.endswith("\ufffd"):
+                return whole[len(self.text_of_lead) :].partition("\ufffd")[0]
+        return ""
+
+    def _decode(self, own: Sequence[int]) -> str:
+        """The text of tokens of the draft model that are not the first of a text."""
+        tokenizer = self.draft.backend_tokenizer
+        return str(tokenizer.decode([*self.lead, *own], skip_special_tokens=False))
+
+    def tokens(self, before: str, text: str) -> list[int]:
+        """The target's tokens of a text, from the end of the text before it.
+
+        After ``I wal`` the text ``king on`` cannot begin as the tokenizer would write ``I walking
+        on``, where a single token ``walking`` has both ends. There the longest tokens are taken,
+        ``king``, until a token of the whole begins: `` on``.
+        """
+        whole, found, done = self._tokens(before + text), list[int](), 0
+        while True:
+            begun = self._tokens(before + text[:done])
+            if whole[: len(begun)] == begun:
+                return found + whole[len(begun) :]
+            ahead = text[done : done + self.longest]
+            beginnings = (ahead[:count] for count in range(len(ahead), 0, -1))
+            piece = next((each for each in beginnings if each in self.pieces), None)
+            if piece is None:
+                return found
+            found.append(self.pieces[piece])
+            done += len(piece)
+
+    def _tokens(self, text: str) -> list[int]:
+        found = self.target.backend_tokenizer.encode(text, add_special_tokens=False)
+        return list(found.ids)
 
 
 class TranslatedRow:

@@ -73,7 +73,7 @@ class DraftKind:
     has_length: bool  # whether `draft_tokens` limits its paths, where it is not beside another
 
 
-DRAFTERS = Registry[DraftKind]({"layers": "drafthead.contrib.own_layers.own_layers"})
+DRAFTERS = Registry[DraftKind]({"layers": "drafthead.contrib.own_layers"})
 
 
 def register_drafter(

@@ -11,7 +11,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer, own_tokens
-from drafthead.contrib.other_tokenizer.text_writing import TextWriter
 from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
@@ -100,14 +99,9 @@ PAIRS = list(permutations(TOKENIZERS, 2))
 CIRCLE = list(pairwise([*TOKENIZERS, *TOKENIZERS][: len(TOKENIZERS) + 1]))
 
 
-def writer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> TextWriter:
-    """A writer for two tokenizers."""
-    return TextWriter(Translator(target, draft))
-
-
 def texts_of(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[str]:
     """The tokens that are proposed for a text, as they are written in the vocabulary."""
-    found = writer(tokenizer, characters()).tokens(before, text)
+    found = Translator(tokenizer, characters()).tokens(before, text)
     return tokenizer.convert_ids_to_tokens(found)
 
 
@@ -158,14 +152,14 @@ def test_the_draft_models_tokens_are_whole_characters_of_text(draft, own, text) 
     tokenizer = draft()
     if draft is byte_level:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
-    assert writer(characters(), tokenizer).text(tokenizer.convert_tokens_to_ids(own)) == text
+    assert Translator(characters(), tokenizer).text(tokenizer.convert_tokens_to_ids(own)) == text
 
 
 def test_special_tokens_of_both_are_proposed() -> None:
     target, draft = byte_tokenizer(), byte_tokenizer(SPECIALS[::-1])
     own = draft.encode("ab<|end|>")
-    assert writer(target, draft).tokens("a", "b<|end|>") == target.encode("b<|end|>")
-    assert writer(target, draft).text(own) == "ab<|end|>"
+    assert Translator(target, draft).tokens("a", "b<|end|>") == target.encode("b<|end|>")
+    assert Translator(target, draft).text(own) == "ab<|end|>"
 
 
 def test_a_character_that_was_begun_is_finished_or_nothing_is_proposed() -> None:
@@ -175,7 +169,7 @@ def test_a_character_that_was_begun_is_finished_or_nothing_is_proposed() -> None
     first, second = target.encode("é")
     row.add([*target.encode("the "), first])
     assert (row.text, row.unfinished) == ("the ", [first])
-    write = writer(target, draft)
+    write = Translator(target, draft)
     assert write.continuation(row, draft.encode("é d")) == [second, *target.encode(" d")]
     assert write.continuation(row, draft.encode("dog")) == []
 
@@ -191,15 +185,15 @@ def test_the_targets_own_text_is_proposed_as_its_own_tokens(ours: str, theirs: s
     ids = target.encode(PLAIN if "wordpiece" in (ours, theirs) else NASTY, add_special_tokens=False)
     text = target.decode(ids)
     translator = Translator(target, draft)
-    row, write, tried = TranslatedRow(translator), TextWriter(translator), 0
+    row, tried = TranslatedRow(translator), 0
     for place in range(1, len(ids)):
         row.add(ids[place - 1 : place])
         read, whole = (draft.encode(t, add_special_tokens=False) for t in (row.text, text))
         own = whole[len(read) :]
         # The target may stand within a token of the draft model's; WordPiece sees no last space.
-        if whole[: len(read)] == read and row.text + write.text(own) == text:
+        if whole[: len(read)] == read and row.text + translator.text(own) == text:
             tried += 1
-            assert write.continuation(row, own) == ids[place:]
+            assert translator.continuation(row, own) == ids[place:]
     assert tried > len(ids) / 5
 
 
@@ -257,7 +251,7 @@ def test_samples_follow_the_law_where_every_character_is_cut() -> None:
     vocab = {token: number for number, token in enumerate(["Ã", "©", "a", "Ġ"])}
     target = Target(tiny_llama(2, vocab_size=4), byte_coded(Tokenizer(models.BPE(vocab, []))))
     draft = Target(tiny_llama(0, vocab_size=3), letters_tokenizer("é a"))
-    drafter = OtherTokenizer(draft, target, 3, writer(target.tokenizer, draft.tokenizer))
+    drafter = OtherTokenizer(draft, target, 3, Translator(target.tokenizer, draft.tokenizer))
     sampling, prompt = SamplingConfig(temperature=1.0, top_p=0.9), [0, 1, 2, 3]
     result = Decoder(target, drafter).generate(
         [prompt] * 2000, max_new_tokens=3, temperature=1.0, top_p=0.9
@@ -340,9 +334,7 @@ def test_a_text_that_was_cut_is_written_on_as_a_new_one(seed: int) -> None:
     fresh.add(row.tokens)
     assert (row.text, row.unfinished) == (fresh.text, fresh.unfinished)
     own = draft.encode("é on")
-    assert TextWriter(translator).continuation(row, own) == TextWriter(translator).continuation(
-        fresh, own
-    )
+    assert translator.continuation(row, own) == translator.continuation(fresh, own)
 
 
 def test_a_row_that_fails_leaves_the_others_their_answers() -> None:

@@ -4,15 +4,15 @@ import copy
 import random
 
 import pytest
+import torch
 from architectures import STATEFUL, tiny_model
 from stages import more
 from tiny import byte_tokenizer, letters_tokenizer, tiny_llama
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer
-from drafthead.contrib.other_tokenizer.shared_tokens import SharedTokens, token_texts
-from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator
+from drafthead.contrib.other_tokenizer.other_tokenizer import OtherTokenizer, SharedTokens
+from drafthead.contrib.other_tokenizer.translation import TranslatedRow, Translator, token_texts
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -22,6 +22,9 @@ from drafthead.infer.drafters.model_drafter import model_drafter
 
 LETTERS = "abcdefghij"
 PAIRS = ("ab", "bc", "ca", "de")
+
+
+CPU = torch.device("cpu")
 
 
 def translated(
@@ -101,7 +104,7 @@ def test_a_text_of_nothing_is_one_token() -> None:
 def test_shared_tokens_have_the_same_text() -> None:
     ours, theirs = letters_tokenizer("abcd", ("ab",)), letters_tokenizer("dxba", ("ab", "ba"))
     assert token_texts(ours) == {"a": 0, "b": 1, "c": 2, "d": 3, "ab": 4}
-    shared = SharedTokens(token_texts(ours), token_texts(theirs), (5, 6))
+    shared = SharedTokens.of(token_texts(ours), token_texts(theirs), (5, 6), CPU)
     assert shared.draft_ids.tolist() == [0, 2, 3, 4]
     assert shared.target_ids.tolist() == [3, 1, 0, 4]
     assert shared.of_target.tolist() == [3, 2, 0, 0, 4]
@@ -109,7 +112,7 @@ def test_shared_tokens_have_the_same_text() -> None:
 
 def test_tokens_beyond_the_output_heads_are_not_shared() -> None:
     texts = token_texts(letters_tokenizer("abcd"))
-    shared = SharedTokens(texts, texts, (3, 2))
+    shared = SharedTokens.of(texts, texts, (3, 2), CPU)
     assert shared.target_ids.tolist() == [0, 1]
 
 

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.backends.cuda.tree_kernels import CudaTreeKernels
-from drafthead.contrib.own_layers.own_layers import OwnLayers
-from drafthead.contrib.own_layers.part import part_of
+from drafthead.contrib.own_layers import OwnLayers, part_of
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory

@@ -6,7 +6,7 @@ from hidden_answers import check_every_right_token_is_accepted, generated
 from tiny import ENCODER_DECODERS, VOCAB, random_prompts, tiny_encoder_decoder
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from drafthead.contrib.encoder_decoder.decoder_positions import DecoderPositions
+from drafthead.contrib.encoder_decoder.decoder_positions import distance_bias
 from drafthead.contrib.encoder_decoder.encoder_decoder import EncoderDecoderTarget
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only, load_target, target_of
@@ -33,8 +33,7 @@ def test_a_node_has_the_bias_of_its_depth() -> None:
     mask = torch.tensor([[mark == "1" for mark in row] for row in seen])
     scores = torch.zeros(1, 1, 4, 7).masked_fill(~mask, torch.finfo(torch.float32).min)
     attention = target.decoder.block[0].layer[0].SelfAttention
-    placed = DecoderPositions(target.decoder, torch.tensor([[2, 3, 3, 4]]), scores)
-    bias = placed._biased(attention)["position_bias"]
+    bias = distance_bias(attention, scores)
     plain = attention.compute_bias(5, 5)  # of a text of 5 tokens without a tree
     for node, columns in enumerate([[0, 1, 3], [0, 1, 3, 4], [0, 1, 3, 5], [0, 1, 3, 5, 6]]):
         position = len(columns) - 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import ScriptedRandom
 
-from drafthead.contrib.lossy_rules.lenient import Lenient
+from drafthead.contrib.lossy_rules import Lenient
 from drafthead.core.sampling import SamplingConfig, draft_distribution
 from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.growing.levels import Guess, Nodes, filled_tree, levels_of

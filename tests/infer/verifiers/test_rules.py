@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ScriptedRandom
 
-from drafthead.contrib.lossy_rules.typical import Typical
+from drafthead.contrib.lossy_rules import Typical
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import NO_TOKEN, draw_without_replacement
 from drafthead.core.trees.tree import PADDING, Budget, TokenTree, TreeShape, ancestor_mask

@@ -1,1 +1,0 @@
-"""drafthead.contrib.lossy_rules: acceptance rules whose text is not the target's own."""

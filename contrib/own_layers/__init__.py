@@ -1,1 +1,0 @@
-"""drafthead.contrib.own_layers: a target that drafts with some of its own layers."""
