@@ -27,7 +27,7 @@ from drafthead.backends.cpu.kernels.kernel_set import VARIABLE, kernel_set
 from drafthead.core.sampling import most_probable
 from drafthead.core.storage.files import write_json
 from drafthead.core.target.features import NO_FEATURES
-from drafthead.core.target.int8 import to_int8
+from drafthead.core.target.rounding import to_int8
 from drafthead.infer import Decoder
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.timing.step_timing import PROMPT_TOKENS, UNTIMED_STEPS, VISIT_STEPS

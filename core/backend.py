@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
+from drafthead.core.kv_cache.column_cache import FRESH, FreshMemory
 from drafthead.core.registry import Registry
 
 NOTHING: AbstractContextManager[object] = nullcontext()
@@ -74,7 +74,8 @@ class Backend:
 
 
 EAGER = Backend()
-# What kernels and recordings provide: `kernel_of`, `packed_target` and `recorded_target`.
+# What kernels and recordings provide: `kernel`, for `kernel_of`, and the targets whose passes run
+# them, `packed` and `recorded`.
 BACKENDS: Registry[Callable[..., Any]] = Registry("drafthead.backends")
 
 
@@ -82,13 +83,3 @@ def kernel_of(name: str) -> Callable[..., Any] | None:
     """Our kernel for a CPU of that name; None where there is none."""
     kernel: Callable[..., Any] | None = BACKENDS["kernel"](name)
     return kernel
-
-
-def packed_target(target: Any, in_int8: bool = False) -> Any:
-    """The `Target` with our kernels in its passes, where there are any for it."""
-    return BACKENDS["packed"](target, in_int8)
-
-
-def recorded_target(target: Any, fuses: bool) -> Any:
-    """The `Target` with recorded passes."""
-    return BACKENDS["recorded"](target, fuses)

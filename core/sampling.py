@@ -232,9 +232,8 @@ class RowRandom:
         """
         if not self.streams:
             pairs = zip(self.seeds, self.num_tokens, strict=True)
-            self.streams = [
-                torch.Generator(self.device).manual_seed(mixed(*pair)) for pair in pairs
-            ]
+            bits = finished(torch.tensor([signed(numbered(*pair)) for pair in pairs])).tolist()
+            self.streams = [torch.Generator(self.device).manual_seed(n % 2**64) for n in bits]
         double, device = torch.float64, self.device
         return torch.stack(
             [torch.rand(shape, generator=g, dtype=double, device=device) for g in self.streams]
@@ -271,14 +270,6 @@ class RowRandom:
         """Go on with rows of both, see `RowState.join_rows`."""
         self.seeds, self.num_tokens = self.seeds + other.seeds, self.num_tokens + other.num_tokens
         self.keep_rows(order)
-
-
-def mixed(seed: int, count: int) -> int:
-    """64 bits for step `count`, unrelated to those of other steps (SplitMix64's finaliser)."""
-    mask, z = 2**64 - 1, numbered(seed, count)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
 
 
 def numbered(seed: int, count: int) -> int:

@@ -45,7 +45,7 @@ from drafthead.infer.request.text_pieces import text_pieces
 from drafthead.infer.scheduling.method import Method, planner_of, rule_of
 from drafthead.infer.scheduling.past import Memory
 from drafthead.infer.scheduling.request_of import endless_request, request_of, single
-from drafthead.infer.scheduling.running_rows import RunningRows
+from drafthead.infer.scheduling.running_rows import RunningRows, serve
 from drafthead.infer.serving import (
     Answer,
     Requests,
@@ -53,7 +53,6 @@ from drafthead.infer.serving import (
     WaitingRequests,
     own_options,
     refuse_of_one_call,
-    serve,
     shared_options,
 )
 from drafthead.infer.timing.plans import Plans, StepKind
@@ -189,7 +188,7 @@ class Decoder:
         passed by name: `generate(**inputs)`. Raises UserError for a request that is not supported,
         and for an unknown option, with the right name.
         """
-        run, emissions = self._begin(prompts, read_options(options))
+        run, emissions = self._start(self.request(prompts, read_options(options)))
         if (streamer := run.request.streamer) is not None:
             emissions = streamed(emissions, run.request, streamer)
         for _ in emissions:
@@ -203,9 +202,7 @@ class Decoder:
         """
         if self.tokenizer is None:
             raise UserError("the target has no tokenizer to turn tokens into text with")
-        settings = read_options(options)
-        refuse_in_pieces(settings)
-        run, emissions = self._begin(prompt, settings)
+        run, emissions = self._in_pieces(prompt, options)
         if len(run.request.prompts) > 1:
             raise UserError("stream takes one prompt; use generate or steps for a batch")
         [before] = run.request.prefixes or run.request.prompts
@@ -220,9 +217,7 @@ class Decoder:
         Each pass returns {row number: new tokens} for rows that got new tokens. You can alternate
         between several decodings.
         """
-        settings = read_options(options)
-        refuse_in_pieces(settings)
-        run, emissions = self._begin(prompts, settings)
+        run, emissions = self._in_pieces(prompts, options)
         return Stream(emissions, run.stats, lambda: self.result(run))
 
     def as_custom_generate(self) -> CustomGenerate:
@@ -346,9 +341,13 @@ class Decoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         return ChatSession(begin, self.result, self.tokenizer, messages)
 
-    def _begin(self, prompts: Any, options: DecodeOptions) -> tuple[BatchRun, Iterator[Emitted]]:
-        """Check the request and prepare its batch; passes run as the iterator is asked."""
-        return self._start(self.request(prompts, options))
+    def _in_pieces(
+        self, prompts: Any, options: Mapping[str, Any]
+    ) -> tuple[BatchRun, Iterator[Emitted]]:
+        """`_start` for a caller who gets tokens in pieces."""
+        settings = read_options(options)
+        refuse_in_pieces(settings)
+        return self._start(self.request(prompts, settings))
 
     def _start(self, request: Request) -> tuple[BatchRun, Iterator[Emitted]]:
         """The batch of a request, and what its passes emit, for as long as there is time."""

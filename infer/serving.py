@@ -1,11 +1,10 @@
-"""Requests that come and go: rows join the running batch as others end."""
+"""The requests of `Decoder.serve`, which come and go, and their answers."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any, TypeAlias
 
-import torch
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -16,12 +15,7 @@ from drafthead.infer.request.prompts import Prompt
 from drafthead.infer.request.request import DecodeOptions, Request
 from drafthead.infer.request.stopping import FinishReason
 from drafthead.infer.request.text_pieces import texts_of
-from drafthead.infer.scheduling.running_rows import RunningRows
 from drafthead.infer.scheduling.tickets import Gain, Ticket
-
-# Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
-# takes as long as ten steps, and rows that wait cost nothing.
-GROUPS, GROUPS_ON_GPU = 16, 4
 
 
 @dataclass(frozen=True)
@@ -156,26 +150,3 @@ class WaitingRequests:
             return Ticket(name, self.read(request, number))
         except Exception as error:  # chat templates and tokenizers raise many kinds
             return Answer(name, error=str(error) or type(error).__name__)
-
-
-def newcomers_at_least(max_rows: int, device: torch.device) -> int:
-    """The number of rows that must be free before requests that wait are let in."""
-    return max(1, max_rows // (GROUPS_ON_GPU if device.type == "cuda" else GROUPS))
-
-
-def serve(
-    waiting: WaitingRequests,
-    rows: RunningRows,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Iterator[Answer]:
-    """The answers in the order in which they end."""
-    least = newcomers_at_least(rows.max_rows, rows.device)
-    while rows.count or not waiting.ended:
-        free = rows.max_rows - rows.count
-        # A pass over few prompts costs more for each of them than one over many.
-        found = waiting.take(free if free >= least else 0, wait=not rows.count)
-        yield from (each for each in found if isinstance(each, Answer))
-        rows.admit([each for each in found if isinstance(each, Ticket)])
-        for gain in rows.step():
-            if gain.ended:
-                yield answer_of(gain, tokenizer)

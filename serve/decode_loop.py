@@ -16,9 +16,8 @@ from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.answers.score_record import scored_prompt
 from drafthead.infer.request.request import Request
 from drafthead.infer.scheduling.past import LEAST_SHARE
-from drafthead.infer.scheduling.running_rows import RunningRows
+from drafthead.infer.scheduling.running_rows import RunningRows, newcomers_at_least
 from drafthead.infer.scheduling.tickets import Gain, Ticket
-from drafthead.infer.serving import newcomers_at_least
 from drafthead.serve.answer_text import AnswerText
 from drafthead.serve.errors import ApiError
 from drafthead.serve.metrics import AnswerMetrics, Metrics

@@ -24,9 +24,9 @@ from code_figures import (
 
 from drafthead.core.backend import BACKENDS
 from drafthead.core.drafting.drafter import Drafter, DraftSession
-from drafthead.core.drafting.row_state import RowState
 from drafthead.core.errors import UserError
 from drafthead.core.registry import PLUGINS
+from drafthead.core.row_state import RowState
 from drafthead.core.target.any_target import TARGETS
 
 MODULES = all_modules()

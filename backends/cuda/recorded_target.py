@@ -16,8 +16,7 @@ from drafthead.backends.cuda.compiled_layers import CompiledLayers, Together
 from drafthead.backends.cuda.tree_kernels import CudaTreeKernels
 from drafthead.core.backend import BACKENDS
 from drafthead.core.errors import first_line
-from drafthead.core.kv_cache.cache_memory import FRESH
-from drafthead.core.kv_cache.column_cache import CacheView, move_columns
+from drafthead.core.kv_cache.column_cache import FRESH, CacheView, move_columns
 from drafthead.core.target.features import NO_FEATURES, Features, FeatureSpec, concatenated
 from drafthead.core.target.hooks import Taps
 from drafthead.core.target.masks import LayerMasks

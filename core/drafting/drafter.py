@@ -1,36 +1,25 @@
 """The interface of drafters: they propose token trees and learn what the target committed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from drafthead.core.coupling import Choice
-from drafthead.core.drafting.form import Forms
-from drafthead.core.drafting.row_state import RowState
+from drafthead.core.drafting.form import Forms, Wanted
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import FreshMemory
-from drafthead.core.kv_cache.column_cache import READ_CHUNK
+from drafthead.core.kv_cache.column_cache import READ_CHUNK, FreshMemory
+from drafthead.core.row_state import RowState
 from drafthead.core.sampling import NO_TOKEN, Sampling
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import Budget
-
-# By row, the names of what may draft for it; None: all that there is, for a row or for all of them.
-Wanted: TypeAlias = Sequence[frozenset[str] | None] | None
-
-
-def wanting(wanted: Wanted, names: Collection[str]) -> list[bool] | None:
-    """The rows that want drafts of one of these names; None: all do."""
-    if wanted is None:
-        return None
-    return [own is None or not own.isdisjoint(names) for own in wanted]
 
 
 def at_last(table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

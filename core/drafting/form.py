@@ -1,8 +1,21 @@
-"""Forms of answers, which leave some tokens no choice: these can be drafted for nothing."""
+"""The drafts that rows want: by whom they are made, and the forms that their answers keep to.
+
+A form leaves some tokens no choice: these can be drafted for nothing.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
+
+# By row, the names of what may draft for it; None: all that there is, for a row or for all of them.
+Wanted: TypeAlias = Sequence[frozenset[str] | None] | None
+
+
+def wanting(wanted: Wanted, names: Collection[str]) -> list[bool] | None:
+    """The rows that want drafts of one of these names; None: all do."""
+    if wanted is None:
+        return None
+    return [own is None or not own.isdisjoint(names) for own in wanted]
 
 
 class Forced(NamedTuple):

@@ -11,7 +11,8 @@ from weakref import WeakSet, finalize
 
 import torch
 
-Shape = tuple[int, ...]
+from drafthead.core.kv_cache.column_cache import BLOCK, FRESH, FreshMemory, FreshStores, Shape
+
 # Unused memory that is kept, as a multiple of what was in use at the most. A cache that grows by
 # half at least each time leaves behind at most twice what it ends with. So many bytes are kept in
 # any case: they are a small part of any device, and recordings go with their memory.
@@ -19,25 +20,11 @@ MOST_UNUSED, ALWAYS_KEPT = 2, 2**28
 # Share of a device's memory that a cache may take up from the beginning, and the most columns: a
 # text that outgrows its cache is recorded again, and columns that stay empty cost no time.
 FIRST_SHARE, MOST_AT_FIRST = 1 / 64, 4096
-# Capacity comes in whole blocks; where passes are recorded, short texts get this many columns too:
-# fewer capacities, recordings.
-BLOCK = 128
+# Where passes are recorded, short texts get this many columns too: fewer capacities, recordings.
 LEAST_RECORDED = 4 * BLOCK
 
 
-class FreshStores:
-    """Zeroed memory for one tensor of each shape, made when it is asked for."""
-
-    def __init__(self, shapes: Sequence[Shape], like: torch.Tensor):
-        """Of the number type of `like` [...], on its device."""
-        self.shapes, self.dtype, self.device = shapes, like.dtype, like.device
-
-    def __getitem__(self, place: int) -> torch.Tensor:
-        """A tensor of the shape at a place; another one each time."""
-        return torch.zeros(self.shapes[place], dtype=self.dtype, device=self.device)
-
-
-class Lease:
+class Lease(FreshStores):
     """Memory in use by one cache. It counts as unused once nobody holds this object."""
 
     def __init__(self, stores: list[torch.Tensor]):
@@ -53,32 +40,6 @@ class Unused(NamedTuple):
 
     made_for: object  # see `made_for`
     stores: list[torch.Tensor]
-
-
-class FreshMemory:
-    """Memory that is made when it is asked for, and any number of columns, positions and rows."""
-
-    is_recorded = False  # whether passes are recorded: they want few sizes, each at one address
-    most_in_use = 0  # bytes, where these are counted
-
-    def size(self, count: int) -> int:
-        """Of how many positions, nodes or rows a pass is made for as many as are wanted."""
-        return count
-
-    def seen(self, end: int) -> int:
-        """Columns that a pass sees whose nodes end there."""
-        return end
-
-    def capacity(self, columns: int, column: int) -> int:
-        """Columns, of so many bytes, to allocate where some are wanted."""
-        return rounded(columns, BLOCK)
-
-    def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> FreshStores | Lease:
-        """Zeroed tensors of these shapes, of the number type of `like` [...] and on its device."""
-        return FreshStores(shapes, like)
-
-
-FRESH = FreshMemory()
 
 
 class CacheMemory(FreshMemory):
@@ -164,11 +125,6 @@ def made_for(shapes: Sequence[Shape], like: torch.Tensor) -> object:
 def bytes_of(stores: Sequence[torch.Tensor]) -> int:
     """The size of tensors [...] together."""
     return sum(store.nbytes for store in stores)
-
-
-def rounded(columns: int, block: int) -> int:
-    """The next multiple of `block`."""
-    return -(-columns // block) * block
 
 
 def power_of_two(count: int) -> int:

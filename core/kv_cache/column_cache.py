@@ -19,16 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn.functional import pad
 
-from drafthead.core.kv_cache.cache_memory import (
-    BLOCK,
-    FRESH,
-    FreshMemory,
-    FreshStores,
-    Lease,
-    rounded,
-)
-
-# Capacity grows by half, so that long answers copy the cache a few times only.
+Shape = tuple[int, ...]
+# Capacity comes in whole blocks, and grows by half: long answers copy the cache a few times only.
+BLOCK = 128
 GROWTH = 1.5
 # Positions of each row that one pass over a prompt reads. What a pass computes on its way, and its
 # mask, grow with them; more would hardly be quicker.
@@ -37,6 +30,44 @@ READ_CHUNK = 1024
 Layers = list[torch.Tensor]  # of each layer [B, H, capacity, D]
 # Copies columns of every layer: (keys, values, source [B, P], destination [B, P]).
 Mover = Callable[[Layers, Layers, torch.Tensor, torch.Tensor], None]
+
+
+class FreshStores:
+    """Zeroed memory for one tensor of each shape, made when it is asked for."""
+
+    def __init__(self, shapes: Sequence[Shape], like: torch.Tensor):
+        """Of the number type of `like` [...], on its device."""
+        self.shapes, self.dtype, self.device = shapes, like.dtype, like.device
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """A tensor of the shape at a place; another one each time."""
+        return torch.zeros(self.shapes[place], dtype=self.dtype, device=self.device)
+
+
+class FreshMemory:
+    """Memory that is made when it is asked for, and any number of columns, positions and rows."""
+
+    is_recorded = False  # whether passes are recorded: they want few sizes, each at one address
+    most_in_use = 0  # bytes, where these are counted
+
+    def size(self, count: int) -> int:
+        """Of how many positions, nodes or rows a pass is made for as many as are wanted."""
+        return count
+
+    def seen(self, end: int) -> int:
+        """Columns that a pass sees whose nodes end there."""
+        return end
+
+    def capacity(self, columns: int, column: int) -> int:
+        """Columns, of so many bytes, to allocate where some are wanted."""
+        return rounded(columns, BLOCK)
+
+    def take(self, shapes: Sequence[Shape], like: torch.Tensor) -> FreshStores:
+        """Zeroed tensors of these shapes, of the number type of `like` [...] and on its device."""
+        return FreshStores(shapes, like)
+
+
+FRESH = FreshMemory()
 
 
 def move_columns(
@@ -209,7 +240,7 @@ class ColumnCache:
     def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns):
         """`move` copies columns; `memory` is where they lie, and knows which sizes passes want."""
         self.memory, self.move = memory, move
-        self.stores: FreshStores | Lease | None = None  # what `keys` and `values` are made of
+        self.stores: FreshStores | None = None  # what `keys` and `values` are made of
         self.keys: Layers = []
         self.values: Layers = []
         self.lengths: torch.Tensor | None = None  # [B] committed positions
@@ -233,16 +264,11 @@ class ColumnCache:
         `visible` [B or 1, N, pending + N] is which pending and new nodes each new node sees; every
         node sees all that its row has committed.
         """
-        assert self.lengths is not None
-        end = self.longest + visible.shape[2]
-        width = self.memory.seen(end)
-        self._ensure(width)
+        view = self.view(visible.shape[1])
         # All nodes see all that is committed, so only the nodes' own part needs a table.
-        if self.no_gaps and width == end:
+        if self.no_gaps and len(view.room.seen) == self.longest + visible.shape[2]:
             return pad(visible, (self.longest, 0), value=True)[:, None]
-        numbers = self._numbers()
-        columns = numbers[end - visible.shape[1] : end]
-        return visible_columns(visible, self.lengths, numbers[:width], columns)
+        return view.mask(visible)
 
     def view(self, num_nodes: int, kernels: TreeKernels | None = None) -> CacheView:
         """The cache as a pass over N new nodes sees it; makes room for them, see `room`."""
@@ -292,7 +318,7 @@ class ColumnCache:
         column = sum(rows * s.shape[1] * s.shape[3] * s.element_size() for s in self.states)
         return self.memory.capacity(columns, column)
 
-    def _new_stores(self, rows: int, capacity: int) -> FreshStores | Lease:
+    def _new_stores(self, rows: int, capacity: int) -> FreshStores:
         """Zeroed memory for the keys of each layer, then for the values of each.
 
         What the cache had before is its own until `stores` is set.
@@ -490,6 +516,11 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A bool mask [...] as numbers that are added to attention scores: 0, or the least there is."""
     blocked = torch.finfo(dtype).min
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, blocked)
+
+
+def rounded(columns: int, block: int) -> int:
+    """The next multiple of `block`."""
+    return -(-columns // block) * block
 
 
 def grown(columns: int) -> int:

@@ -1,6 +1,7 @@
 """The parts of an architecture of transformers: decoder, layers, final norm, cache."""
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
@@ -99,6 +100,13 @@ def names_in(function: Any) -> set[str]:
     """The names that a function looks up."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return set() if code is None else {*code.co_names}
+
+
+def members(model: nn.Module) -> list[Any]:
+    """The classes and functions that the module of a model's class defines."""
+    names = vars(sys.modules[type(model).__module__])
+    found = [each for each in names.values() if hasattr(each, "__name__")]
+    return [each for each in found if getattr(each, "__module__", "") == names["__name__"]]
 
 
 def words_of(kind: type) -> set[str]:

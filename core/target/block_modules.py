@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D  # the matrices of GPT-2, inputs first
 
 from drafthead.core.backend import kernel_of
-from drafthead.core.target.blocks import GROUP, Blocks, product
-from drafthead.core.target.int8 import products_of
+from drafthead.core.target.blocks import Blocks, product
 
 
 class InBlocks(nn.Module):
@@ -96,15 +94,3 @@ def put_blocks(model: nn.Module, name: str, blocks: Blocks) -> None:
     of_rows = isinstance(module, nn.Embedding)
     made = BlockEmbedding(blocks, module) if of_rows else BlockLinear(blocks, module.bias)
     model.set_submodule(name, made)
-
-
-def to_int4(model: PreTrainedModel) -> None:
-    """Make the matrix products of a model those of blocks of 4 bits, and its output head's of 8.
-
-    Rows that are no whole blocks stay as they are. Raises UserError as `products_of`.
-    """
-    head = model.get_output_embeddings()
-    for name, part in products_of(model, "int4").items():
-        if part.in_features % GROUP == 0:
-            blocks = Blocks.rounded(part.weight, "Q8_0" if part is head else "Q4_1")
-            model.set_submodule(name, Int4Linear(blocks, part.bias))

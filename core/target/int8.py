@@ -5,15 +5,12 @@ values of a row and changes no product (QuaRot, Ashkboos et al. 2024). Sums of w
 exact, so a token's product depends on that token alone.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drafthead.core.backend import kernel_of
-from drafthead.core.errors import UserError
 from drafthead.core.target import blocks
 from drafthead.core.target.weight_state import weight_state
 
@@ -77,38 +74,3 @@ def forget_rounded(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, Int8Linear):
             rounded_weights.pop(part.weight, None)
-
-
-def to_int8(model: nn.Module) -> None:
-    """Make all matrix products of a model those of whole numbers.
-
-    Raises UserError as `products_of`, and where rows are too long.
-    """
-    products = products_of(model, "int8")
-    if long := [part for part in products.values() if part.in_features > LONGEST]:
-        raise UserError(f"int8 sums up to {LONGEST} products, and {long[0]} has more: use bfloat16")
-    for part in products.values():
-        part.__class__ = Int8Linear  # in its place, with its weight, which others may share
-
-
-def products_of(model: nn.Module, dtype: str) -> dict[str, nn.Linear]:
-    """The matrix products of a model, which are to be of a type, by name.
-
-    Raises UserError where most of its matrices are in modules that are none.
-    """
-    kinds = nn.Linear, Int8Linear
-    parts: dict[str, Any] = dict(model.named_modules())
-    products = {name: part for name, part in parts.items() if type(part) in kinds}
-    others: dict[str, int] = {}
-    for part in parts.values():
-        if type(part) not in (*kinds, nn.Embedding):
-            weights = [weight for weight in part.parameters(recurse=False) if weight.dim() > 1]
-            name = type(part).__name__
-            others[name] = others.get(name, 0) + sum(weight.numel() for weight in weights)
-    if sum(others.values()) > sum(part.weight.numel() for part in products.values()):
-        most = max(others, key=lambda name: others[name])
-        raise UserError(
-            f"{dtype} is for matrices of torch's Linear, and most of {type(model).__name__}'s are "
-            f"in {most}: use bfloat16"
-        )
-    return products

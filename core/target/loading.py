@@ -28,10 +28,9 @@ from drafthead.core.storage.mapped_files import give_back
 from drafthead.core.storage.names import is_in_cache, refuse_missing_model
 from drafthead.core.target import group_files
 from drafthead.core.target.adapters import add_adapter, base_of_adapter
-from drafthead.core.target.block_modules import to_int4
 from drafthead.core.target.gguf_files import ACCOUNT_FILE, description_of, gguf_of
-from drafthead.core.target.int8 import to_int8
 from drafthead.core.target.placement import Placement
+from drafthead.core.target.rounding import to_int4, to_int8
 from drafthead.core.target.weight_types import (
     BITSANDBYTES,
     INT4,

@@ -9,10 +9,9 @@ that a node sees is that key's position, whatever cache column it is in::
 """
 
 import inspect
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.architecture import cache_argument, names_in, words_of
+from drafthead.core.target.architecture import cache_argument, members, names_in, words_of
 from drafthead.core.target.hooks import in_this_thread
 
 # Names that transformers gives layers in a configuration's `layer_types`.
@@ -130,7 +129,7 @@ def misread_window(
 
 
 def uses_alibi(config: PretrainedConfig) -> bool:
-    """Whether a model adds a bias by key position that `AlibiByPosition` can rearrange."""
+    """Whether a model adds a bias by key position that `alibi_by_position` can rearrange."""
     return config.model_type == "bloom" or (
         config.model_type == "falcon" and bool(getattr(config, "alibi", False))
     )
@@ -146,13 +145,6 @@ def has_cache_of_its_own(decoder: PreTrainedModel) -> bool:
     """Whether a model's module defines a cache that is none of transformers'."""
     own = [each for each in members(decoder) if each.__name__.endswith("Cache")]
     return any(isinstance(each, type) and not issubclass(each, Cache) for each in own)
-
-
-def members(decoder: PreTrainedModel) -> list[Any]:
-    """The classes and functions that the module of a model's class defines."""
-    names = vars(sys.modules[type(decoder).__module__])
-    found = [each for each in names.values() if hasattr(each, "__name__")]
-    return [each for each in found if getattr(each, "__module__", "") == names["__name__"]]
 
 
 def check_forward(
@@ -231,7 +223,11 @@ def masks_by_kind(
     return masks if len(masks) > 1 else masks[kinds[0].name]
 
 
-class AlibiByPosition:
+@contextmanager
+def alibi_by_position(
+    layers: Iterable[nn.Module],
+    mask: torch.Tensor,  # [B, 1, T, S] additive
+) -> Iterator[None]:
     """Hooks on a model's layers that rearrange its ALiBi bias during one pass of this thread.
 
     ALiBi (arXiv 2108.12409): attention scores carry a bias by key position. BLOOM and Falcon
@@ -242,47 +238,39 @@ class AlibiByPosition:
     The model is called without a mask, and its layers receive `mask`. The caller holds the model's
     `hook_lock`, as passes with `Taps` do.
     """
+    arranged: dict[str, torch.Tensor] = {}
 
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        mask: torch.Tensor,  # [B, 1, T, S] additive
-    ):
-        self.layers, self.mask = list(layers), mask
-        self.arranged: dict[str, torch.Tensor] | None = None
-
-    def __enter__(self) -> "AlibiByPosition":
-        """Attach the hooks."""
-        self.handles = [
-            layer.register_forward_pre_hook(in_this_thread(self._arrange), with_kwargs=True)
-            for layer in self.layers
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks, whatever happened during the pass."""
-        for handle in self.handles:
-            handle.remove()
-
-    def _arrange(
-        self, _layer: nn.Module, inputs: tuple[object, ...], options: dict[str, torch.Tensor]
+    def arrange(
+        _layer: nn.Module, inputs: tuple[object, ...], options: dict[str, torch.Tensor]
     ) -> tuple[tuple[object, ...], dict[str, torch.Tensor]]:
-        if self.arranged is None:  # the same for all layers of a pass
-            self.arranged = self._by_position(options["alibi"], options["attention_mask"])
-        return inputs, options | self.arranged
+        if not arranged:  # the same for all layers of a pass
+            arranged.update(arranged_bias(mask, options["alibi"], options["attention_mask"]))
+        return inputs, options | arranged
 
-    def _by_position(self, alibi: torch.Tensor, by_column: torch.Tensor) -> dict[str, torch.Tensor]:
-        positions = key_positions(self.mask).clamp_min(0).long()  # [B, 1, T, S]
-        batch, _, queries, columns = positions.shape
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = in_this_thread(arrange)
+            hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
 
-        def arrange(bias: torch.Tensor) -> torch.Tensor:  # [B, H, 1, S] to [B, H, T, S]
-            shape = (batch, bias.shape[1], queries, columns)
-            return bias.expand(shape).gather(-1, positions.expand(shape))
 
-        if alibi.dim() == 3:  # BLOOM: bias [B x H, 1, S] and mask are separate
-            bias = arrange(alibi.view(batch, -1, 1, columns))
-            return {"alibi": bias.flatten(0, 1), "attention_mask": self.mask}
-        # Falcon adds the bias to the mask [B, H, T, S]; only the last query's row has all of it.
-        bias = arrange(by_column[:, :, -1:])
-        blocked = torch.finfo(bias.dtype).min
-        return {"attention_mask": bias.masked_fill(self.mask < 0, blocked)}
+def arranged_bias(
+    mask: torch.Tensor,  # [B, 1, T, S] additive
+    alibi: torch.Tensor,  # [B x H, 1, S] of BLOOM, else of another form
+    by_column: torch.Tensor,  # [B, H, T, S] mask and bias of Falcon
+) -> dict[str, torch.Tensor]:
+    """The arguments of layers, with the bias by position in place of that by column."""
+    positions = key_positions(mask).clamp_min(0).long()  # [B, 1, T, S]
+    batch, _, queries, columns = positions.shape
+
+    def arrange(bias: torch.Tensor) -> torch.Tensor:  # [B, H, 1, S] to [B, H, T, S]
+        shape = (batch, bias.shape[1], queries, columns)
+        return bias.expand(shape).gather(-1, positions.expand(shape))
+
+    if alibi.dim() == 3:  # BLOOM: bias [B x H, 1, S] and mask are separate
+        bias = arrange(alibi.view(batch, -1, 1, columns))
+        return {"alibi": bias.flatten(0, 1), "attention_mask": mask}
+    # Falcon adds the bias to the mask [B, H, T, S]; only the last query's row has all of it.
+    bias = arrange(by_column[:, :, -1:])
+    blocked = torch.finfo(bias.dtype).min
+    return {"attention_mask": bias.masked_fill(mask < 0, blocked)}

@@ -7,7 +7,6 @@ elsewhere for one pass, as hooks come and go. A layer by other functions runs on
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 
 from drafthead.core.errors import UserError
-from drafthead.core.target.architecture import names_in
+from drafthead.core.target.architecture import members, names_in
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.state_cache import StateCache
 from drafthead.core.trees.tree import ancestor_mask
@@ -435,13 +434,8 @@ def stateful_layers(model: nn.Module) -> StatefulLayers | None:
 
 def own_cache(model: nn.Module) -> type[Cache] | None:
     """The class of caches that a model's module defines for it, as MiniMax's does."""
-    names = vars(sys.modules[type(model).__module__])
-    of_it = [
-        each for each in names.values() if getattr(each, "__module__", "") == names["__name__"]
-    ]
-    return next(
-        (each for each in of_it if isinstance(each, type) and issubclass(each, Cache)), None
-    )
+    kinds = (each for each in members(model) if isinstance(each, type))
+    return next((kind for kind in kinds if issubclass(kind, Cache)), None)
 
 
 def cache_class(model: nn.Module, layers: StatefulLayers) -> type[StateCache]:

@@ -19,8 +19,14 @@ import torch
 from torch.nn.functional import pad
 
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
-from drafthead.core.kv_cache.column_cache import ColumnCache, Mover, move_columns
+from drafthead.core.kv_cache.column_cache import (
+    FRESH,
+    ColumnCache,
+    FreshMemory,
+    Mover,
+    move_columns,
+)
+from drafthead.core.row_state import chosen, joined
 from drafthead.core.target.tree_cache import TreeCache
 
 Slot = tuple[int, int]  # a layer, and which of its states
@@ -36,17 +42,12 @@ class RunningStates(NamedTuple):
     recurrent: States
     windows: States  # [B, C, K] the last K inputs of convolutions
 
-    def rows(self, rows: torch.Tensor) -> "RunningStates":
-        """The states of chosen rows [R]."""
-        return RunningStates(*({slot: s[rows] for slot, s in part.items()} for part in self))
 
-    def joined(self, others: Sequence["RunningStates"], order: torch.Tensor) -> "RunningStates":
-        """The states of rows of these and of others, numbered after these, in an order [R]."""
-        found: list[States] = [
-            {slot: torch.cat([part[slot] for part in parts])[order] for slot in parts[0]}
-            for parts in zip(self, *others, strict=True)
-        ]
-        return RunningStates(*found)
+class CutPoint(NamedTuple):
+    """Lengths at which texts can be cut, and the states after them."""
+
+    lengths: torch.Tensor  # [B]
+    states: RunningStates
 
 
 class StateCache(TreeCache):
@@ -59,8 +60,7 @@ class StateCache(TreeCache):
     def __init__(self, memory: FreshMemory = FRESH, move: Mover = move_columns) -> None:
         super().__init__(memory, move)
         self.running = RunningStates({}, {})
-        # Those before the last commit, after so many positions [B]: texts can be cut there.
-        self.before: tuple[torch.Tensor, RunningStates] | None = None
+        self.before: CutPoint | None = None  # the last commit
         self.stepped = False  # whether `running` is other than a pass over a prompt would leave it
         self.slot: Slot = (0, 0)  # that was asked for last
         # Place of the parent of each node [B, pending + N]; None where a pass reads a prompt.
@@ -74,7 +74,7 @@ class StateCache(TreeCache):
     @property
     def held(self) -> Sequence[torch.Tensor]:
         """The memory [...] that committed positions take."""
-        kept = [self.running] if self.before is None else [self.running, self.before[1]]
+        kept = [self.running] if self.before is None else [self.running, self.before.states]
         return [*self.states, *(s for each in kept for part in each for s in part.values())]
 
     # ---- what a pass gives, and what layers ask for ---------------------------------------------
@@ -252,7 +252,7 @@ class StateCache(TreeCache):
         """Keep the states at a place [B] of each row."""
         assert self.lengths is not None
         if any(self.running) and not self.stepped:
-            self.before = self.lengths, self.running
+            self.before = CutPoint(self.lengths, self.running)
         self.stepped = self.steps and not self.reads_alike
         numbers = to_host(places)
         alike = len({*numbers}) == 1
@@ -289,14 +289,14 @@ class StateCache(TreeCache):
     def cuttable(self, length: int) -> int:
         if self.longest <= length and not self.stepped:
             return self.longest
-        kept = 0 if self.before is None else int(self.before[0].max())
+        kept = 0 if self.before is None else int(self.before.lengths.max())
         return kept if kept <= length else 0
 
     def cut(self, length: int) -> None:
         """Do as `ColumnCache.cut`, to a length that is `cuttable`."""
         if length < self.longest:
             assert self.before is not None and length == self.cuttable(length)
-            self.running, self.stepped = self.before[1], False
+            self.running, self.stepped = self.before.states, False
         self.before = None
         super().cut(length)
         self._forget_pass()
@@ -311,44 +311,34 @@ class StateCache(TreeCache):
 
     def _take_rows(self, rows: torch.Tensor) -> None:
         """Go on with the states of rows [R], those after nodes too."""
-        self.running = self.running.rows(rows)
-        if self.before is not None:
-            self.before = self.before[0][rows], self.before[1].rows(rows)
-        self.columns_of = {slot: columns[rows] for slot, columns in self.columns_of.items()}
+        for name in ("running", "before", "columns_of", "parents"):
+            setattr(self, name, chosen(getattr(self, name), rows))
         self.after = {slot: [s[rows] for s in states] for slot, states in self.after.items()}
-        if self.parents is not None:
-            self.parents = self.parents[rows]
 
     def join_rows(
         self, other: ColumnCache, order: Sequence[int], longest: int | None = None
     ) -> None:
         assert isinstance(other, StateCache)
-        places = torch.tensor(order, device=self.device)
-        mine, theirs = self._cut_points(), other._cut_points()
-        self.before = None
-        if mine is not None and theirs is not None and (self.stepped or other.stepped):
-            lengths = torch.cat([mine[0], theirs[0]])[places]
-            self.before = lengths, mine[1].joined([theirs[1]], places)
+        points = [self._cut_point(), other._cut_point()]
         self.stepped = self.stepped or other.stepped
-        self.running = self.running.joined([other.running], places)
+        self.before = joined(points, order) if self.stepped and None not in points else None
+        self.running = joined([self.running, other.running], order)
         super().join_rows(other, order, longest)
 
     def collect(
         self, parts: Sequence[ColumnCache], places: Sequence[Sequence[int]], room: int
     ) -> None:
         super().collect(parts, places, room)
-        first, *others = [part for part in parts if isinstance(part, StateCache)]
-        order = torch.tensor([place for group in places for place in group]).argsort()
-        self.before = None
-        states = [each.running for each in others]
-        self.running = first.running.joined(states, order.to(self.device))
+        order = torch.tensor([place for group in places for place in group]).argsort().tolist()
+        states = [part.running for part in parts if isinstance(part, StateCache)]
+        self.before, self.running = None, joined(states, order)
 
-    def _cut_points(self) -> tuple[torch.Tensor, RunningStates] | None:
-        """The last lengths [B] at which texts can be cut, and the states after them."""
+    def _cut_point(self) -> CutPoint | None:
+        """The last one, which is now unless the last pass was a step."""
         if self.stepped:
             return self.before
         assert self.lengths is not None
-        return self.lengths, self.running
+        return CutPoint(self.lengths, self.running)
 
     @property
     def device(self) -> torch.device:

@@ -19,10 +19,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafthead.core.backend import EAGER, Backend, packed_target, recorded_target
+from drafthead.core.backend import BACKENDS, EAGER, Backend
 from drafthead.core.errors import UserError, first_line
-from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
-from drafthead.core.kv_cache.column_cache import TreeKernels
+from drafthead.core.kv_cache.column_cache import FRESH, FreshMemory, TreeKernels
 from drafthead.core.target.architecture import (
     NORM_NAMES,
     cache_argument,
@@ -41,8 +40,8 @@ from drafthead.core.target.logit_finish import Finish, found_finish, has_numbers
 from drafthead.core.target.masks import (
     HYBRID_LAYERS,
     STATE_MASKS,
-    AlibiByPosition,
     LayerMasks,
+    alibi_by_position,
     check_forward,
     layer_kinds,
     masks_by_kind,
@@ -329,7 +328,7 @@ class Target:
         With `fuses` its layers are compiled; without, first answers come sooner.
         """
         with evaluating(self.model):
-            made: Target = recorded_target(self, fuses)
+            made: Target = BACKENDS["recorded"](self, fuses)
         return made
 
     def packed(self, in_int8: bool = False) -> "Target":
@@ -337,7 +336,7 @@ class Target:
 
         With `in_int8` they multiply whole numbers: for draft models.
         """
-        made: Target = packed_target(self, in_int8)
+        made: Target = BACKENDS["packed"](self, in_int8)
         return made
 
     def new_cache(self) -> TreeCache:
@@ -581,7 +580,7 @@ class Target:
         if not isinstance(mask, torch.Tensor) or mask.dtype == torch.int64:
             return mask, nullcontext()  # the model's own, or for the tree kernel
         if self.has_alibi:
-            return None, AlibiByPosition(self.layers.children(), mask)
+            return None, alibi_by_position(self.layers.children(), mask)
         masks = masks_by_kind(mask, self.layer_kinds)
         if isinstance(masks, dict) and self.stateful_layers is not None:
             of_all: dict[str, Any] = {**masks, **dict.fromkeys(STATE_MASKS)}  # nothing is padding

@@ -7,11 +7,12 @@ from typing import cast
 import torch
 from transformers.cache_utils import Cache
 
-from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
 from drafthead.core.kv_cache.column_cache import (
+    FRESH,
     CacheColumns,
     CacheView,
     ColumnCache,
+    FreshMemory,
     Mover,
     additive,
     move_columns,

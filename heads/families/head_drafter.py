@@ -11,8 +11,7 @@ from drafthead.core.backend import EAGER, Backend
 from drafthead.core.coupling import Choice
 from drafthead.core.drafting.drafter import Drafter, DraftSession
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
-from drafthead.core.kv_cache.column_cache import TreeKernels
+from drafthead.core.kv_cache.column_cache import FRESH, FreshMemory, TreeKernels
 from drafthead.core.sampling import DRAFT_SUPPORT, RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.target.weight_state import state_of
@@ -84,7 +83,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """Whether so many positions are read as prompts are: the first ones, and where calls are
         recorded any that are many.
         """
-        return cache.is_empty or (self.memory.is_recorded and positions > LONG)
+        return cache.longest == 0 or (self.memory.is_recorded and positions > LONG)
 
     def compile(self, target: Target) -> None:
         self.target, self.backend, self.called = target, target.backend.another(), {}

@@ -13,7 +13,7 @@ import torch
 
 from drafthead.core.drafting.drafter import Committed, DraftSession
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import FreshMemory
+from drafthead.core.kv_cache.column_cache import FreshMemory
 from drafthead.core.target.features import Features
 
 # Positions that are not worth cutting off: to read them all costs as much as to read one.

@@ -8,8 +8,14 @@ from torch import nn
 
 from drafthead.core.drafting.drafter import Committed, LateTokens
 from drafthead.core.host import to_host
-from drafthead.core.kv_cache.cache_memory import FRESH, FreshMemory
-from drafthead.core.kv_cache.column_cache import CacheView, ColumnCache, Room, TreeKernels
+from drafthead.core.kv_cache.column_cache import (
+    FRESH,
+    CacheView,
+    ColumnCache,
+    FreshMemory,
+    Room,
+    TreeKernels,
+)
 from drafthead.heads.layers.decoder_layer import SelfAttention
 
 
@@ -31,11 +37,6 @@ class DraftCache(ColumnCache):
         self.host_lengths = [0] * rows
         # Where these are bounds as yet: the lengths before, and the tokens that are added.
         self.open: tuple[list[int], LateTokens] | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether nothing has been committed."""
-        return self.longest == 0
 
     def settle(self) -> None:
         """Replace the bounds of the last commit by the lengths, once its tokens were read."""

@@ -4,68 +4,24 @@ The logits come from the passes that verified the tokens, so a record costs no p
 without one pay nothing.
 """
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Generator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from drafthead.core.sampling import RowSampling, warped
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
 from drafthead.infer.answers.results import Logprobs
 from drafthead.infer.engine.prefill import padded, read_chunk
+from drafthead.infer.request.request import TokenRecord
 
 # Of `model.generate`'s output: whole rows after and before processors, temperature and filters.
 RowKind = Literal["scores", "logits"]
 SCORED = 256  # positions of a prompt that are scored at a time
 
 
-class ScoreRecord(ABC):
-    """The scores of each row's tokens, in the order of the tokens."""
-
-    rows: dict[int, Any]  # by number
-
-    def add(
-        self,
-        numbers: Sequence[int | None],  # of the rows of these tensors; None for rows that ended
-        sampling: RowSampling,  # of these rows
-        logits: torch.Tensor,  # [B, P, V] of the target
-        scores: torch.Tensor,  # [B, P, V] the same after the logits processors
-        tokens: Sequence[Sequence[int]],  # chosen from them, up to P in each row
-    ) -> None:
-        """Record the next tokens of each active row."""
-        for number, law, row_logits, row_scores, chosen in zip(
-            numbers, sampling.rows, logits, scores, tokens, strict=True
-        ):
-            if number is None:
-                continue
-            processed = row_scores[: len(chosen)].float()
-            if not law.greedy:
-                processed = warped(processed, law)
-            # NO_TOKEN ends in an error as soon as the batch has it.
-            ids = torch.tensor(chosen, device=logits.device).clamp_min(0)
-            self.keep(number, row_logits[: len(chosen)].float(), processed, ids)
-
-    def take_rows(self, rows: Sequence[tuple[Any, int]]) -> None:
-        """Go on with rows of records, each the row of that number; they are numbered again."""
-        taken = {place: record.rows[number] for place, (record, number) in enumerate(rows)}
-        self.rows.clear()
-        self.rows.update(taken)
-
-    @abstractmethod
-    def keep(
-        self,
-        number: int,
-        logits: torch.Tensor,  # [P, V] float32
-        scores: torch.Tensor,  # [P, V] float32
-        tokens: torch.Tensor,  # [P]
-    ) -> None:
-        """Record the next tokens of row `number`."""
-
-
-class LogprobRecord(ScoreRecord):
+class LogprobRecord(TokenRecord):
     """Log-probabilities of the chosen tokens and of the target's most probable ones."""
 
     def __init__(self, top: int):
@@ -98,7 +54,7 @@ class LogprobRecord(ScoreRecord):
         return [self.part(number, 0, length) for number, length in enumerate(lengths)]
 
 
-class RowRecord(ScoreRecord):
+class RowRecord(TokenRecord):
     """Whole rows of processed scores or of logits, which need V numbers for each token."""
 
     def __init__(self, kinds: Collection[RowKind]):

@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 
 from drafthead.core.coupling import Choice, NextDraws
-from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, wanting
-from drafthead.core.drafting.form import Forms
+from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession
+from drafthead.core.drafting.form import Forms, wanting
 from drafthead.core.host import to_host
 from drafthead.core.sampling import Sampling
 from drafthead.core.target.target import Target

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.core.drafting.drafter import Wanted
-from drafthead.core.drafting.form import AnswerForm, Forms, RowForm
+from drafthead.core.drafting.form import AnswerForm, Forms, RowForm, Wanted
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import NO_TOKEN, RowRandom, RowSampling, SamplingConfig
 from drafthead.infer.engine.stats import DecodeStats
@@ -29,15 +28,15 @@ class Row:
     """One prompt's answer so far."""
 
     limit: int  # most new tokens
+    prompt_length: int = 0  # tokens
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    drafts: frozenset[str] | None = None  # names of what may draft; None: all that there is
     tokens: list[int] = field(default_factory=list)
     stop: Stop | None = None  # what may end the answer besides end tokens
     finish_reason: FinishReason | None = None  # None while the row needs more tokens
     accept_lengths: list[int] = field(default_factory=list)
     reused: int = 0  # positions of the prompt that were read before
-    prompt_length: int = 0  # tokens
     owner: Any = None  # whose answer it is, for whoever decodes the batch
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    drafts: frozenset[str] | None = None  # names of what may draft; None: all that there is
     form: AnswerForm | None = None  # that the answer has to keep to
     drafted: int = 0  # tokens that were proposed for the last step
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -103,15 +102,11 @@ class BatchRun:
     decoded, in the order of the running batch.
     """
 
-    def __init__(self, request: Request, device: torch.device, rows_fail_alone: bool = False):
-        """With `rows_fail_alone` a row that fails ends nothing else: others may have joined."""
-        self.request, self.rows_fail_alone = request, rows_fail_alone
-        laws, drafts = request.sampling_by_row, request.drafts_by_row
+    def __init__(self, request: Request, device: torch.device):
+        self.request, alike = request, (request.sampling, request.drafts)
         self.rows = [
-            Row(limit, prompt_length=len(prompt), sampling=law, drafts=names)
-            for limit, prompt, law, names in zip(
-                request.limits, request.prompts, laws, drafts, strict=True
-            )
+            Row(limit, len(prompt), *alike)
+            for limit, prompt in zip(request.limits, request.prompts, strict=True)
         ]
         for row, stop in zip(self.rows, request.stops, strict=False):
             row.stop = stop

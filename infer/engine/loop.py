@@ -1,6 +1,6 @@
 """The decoding loop: read the prompts, then one step after the other until every row has ended."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -63,8 +63,3 @@ class Decoding:
             if not run.running:
                 self.planner.finish()
         return emitted
-
-    def join(self, other: "Decoding", order: Sequence[int]) -> None:
-        """Go on with rows of both, see `RowState.join_rows`."""
-        self.session.join_rows(other.session, order)
-        self.stepper.join(other.stepper, order)

@@ -12,8 +12,8 @@ import torch
 
 from drafthead.core.coupling import NextDraws
 from drafthead.core.drafting.drafter import Committed, Drafter, DraftSession, Ends, OnDevice
-from drafthead.core.drafting.row_state import joined
 from drafthead.core.host import to_host
+from drafthead.core.row_state import joined
 from drafthead.core.sampling import RowSampling, most_probable, probabilities, race
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.core.target.target import Target, TargetOutput
@@ -417,9 +417,9 @@ class Stepper:
         `other` has read its prompts and must not step again.
         """
         self.ahead = None
-        self.lengths = joined(self.lengths, other.lengths, order)
+        self.lengths = joined([self.lengths, other.lengths], order)
         self.cache.join_rows(other.cache, order, max(self.lengths))
-        self.roots = joined(self.roots, other.roots, order)
+        self.roots = joined([self.roots, other.roots], order)
         self.run.join(other.run, order)
 
 

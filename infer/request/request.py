@@ -3,10 +3,11 @@
 `DecodeOptions` declares the options of a call; `read_options` reads them from what users write.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from drafthead.core.drafting.form import AnswerForm
 from drafthead.core.errors import UserError
-from drafthead.core.sampling import RowSampling, SamplingConfig
+from drafthead.core.sampling import RowSampling, SamplingConfig, warped
 from drafthead.core.settings import (
     AtLeastOne,
     Flag,
@@ -98,8 +99,10 @@ EarlyStopping: TypeAlias = Annotated[bool | Literal["never"], BeforeValidator(st
 TokenIds: TypeAlias = Annotated[frozenset[int], BeforeValidator(tokens_of)]
 
 
-class TokenRecord(Protocol):
-    """A record of the scores of tokens as steps commit them."""
+class TokenRecord(ABC):
+    """A record of the scores of each row's tokens as steps commit them, in their order."""
+
+    rows: dict[int, Any]  # by number
 
     def add(
         self,
@@ -110,9 +113,33 @@ class TokenRecord(Protocol):
         tokens: Sequence[Sequence[int]],  # chosen from them, up to P in each row
     ) -> None:
         """Record the next tokens of each active row."""
+        for number, law, row_logits, row_scores, chosen in zip(
+            numbers, sampling.rows, logits, scores, tokens, strict=True
+        ):
+            if number is None:
+                continue
+            processed = row_scores[: len(chosen)].float()
+            if not law.greedy:
+                processed = warped(processed, law)
+            # NO_TOKEN ends in an error as soon as the batch has it.
+            ids = torch.tensor(chosen, device=logits.device).clamp_min(0)
+            self.keep(number, row_logits[: len(chosen)].float(), processed, ids)
 
     def take_rows(self, rows: Sequence[tuple[Any, int]]) -> None:
         """Go on with rows of records, each the row of that number; they are numbered again."""
+        taken = {place: record.rows[number] for place, (record, number) in enumerate(rows)}
+        self.rows.clear()
+        self.rows.update(taken)
+
+    @abstractmethod
+    def keep(
+        self,
+        number: int,
+        logits: torch.Tensor,  # [P, V] float32
+        scores: torch.Tensor,  # [P, V] float32
+        tokens: torch.Tensor,  # [P]
+    ) -> None:
+        """Record the next tokens of row `number`."""
 
 
 @settings
@@ -230,9 +257,7 @@ class Request(DecodeOptions):
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]  # most new tokens, for each prompt
     seeds: Sequence[int]  # one for each prompt
-    own_sampling: Sequence[SamplingConfig] = ()  # one for each prompt, or none: then `sampling`
     drafts: frozenset[str] | None = None  # names of what may draft; None: all that there is
-    own_drafts: Sequence[frozenset[str] | None] = ()  # one for each prompt, or none: then `drafts`
     end_ids: frozenset[int] = frozenset()
     processors: Sequence[LogitsProcessorList] = ()  # one for each prompt, or none at all
     stops: Sequence[Stop] = ()  # one for each prompt, or none at all
@@ -248,16 +273,6 @@ class Request(DecodeOptions):
         return any(
             isinstance(each, AnswerForm) for processors in self.processors for each in processors
         )
-
-    @property
-    def sampling_by_row(self) -> Sequence[SamplingConfig]:
-        """The sampling of each prompt's answer."""
-        return self.own_sampling or [self.sampling] * len(self.limits)
-
-    @property
-    def drafts_by_row(self) -> Sequence[frozenset[str] | None]:
-        """Names of what may draft for each prompt's answer."""
-        return self.own_drafts or [self.drafts] * len(self.limits)
 
     def draft_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """The sampling that turns a draft's logits into the distribution of such a row's children.

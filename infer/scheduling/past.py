@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from drafthead.core.drafting.drafter import Committed, Drafter, NoDraft, NoDrafter
-from drafthead.core.drafting.row_state import chosen, leaves
 from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.row_state import chosen, leaves
 from drafthead.core.target.features import Features
 from drafthead.core.target.weight_state import state_of
 from drafthead.infer.drafters.lookup import Lookup

@@ -1,24 +1,27 @@
 """Rows at work for requests that come and go: they join batches, end, and leave."""
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.drafting.drafter import NoDrafter
-from drafthead.core.drafting.row_state import chosen
 from drafthead.core.errors import first_line
+from drafthead.core.row_state import chosen
 from drafthead.core.target.target import Target
 from drafthead.infer.answers.score_record import LogprobRecord
 from drafthead.infer.engine.batch_run import BatchRun, Emitted, no_token_in
+from drafthead.infer.engine.loop import Decoding
 from drafthead.infer.engine.prefill import prompt_groups
 from drafthead.infer.request.request import Request
 from drafthead.infer.scheduling.method import Method
 from drafthead.infer.scheduling.past import Memory, Past, longest_of
 from drafthead.infer.scheduling.prompt_queue import Prompts
-from drafthead.infer.scheduling.tickets import Gain, Ticket, Way, beginning, broken_off, merged
+from drafthead.infer.scheduling.tickets import Gain, Ticket, Way, batch_of, beginning, broken_off
+from drafthead.infer.serving import Answer, WaitingRequests, answer_of
 from drafthead.infer.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,9 @@ MOST_METHODS = 32  # ways of decoding whose planners are kept
 # times as fast together (SmolLM2). PyTorch's eager attention reads it: 0.2 s, then 0.15 ms each.
 STEP_COST, EAGER_STEP_COST = 32768, 1024
 COUNTED = 128  # lengths are compared in units of so many columns
+# Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
+# takes as long as ten steps, and rows that wait cost nothing.
+GROUPS, GROUPS_ON_GPU = 16, 4
 
 
 class Work(Protocol):
@@ -48,30 +54,26 @@ class Work(Protocol):
         """Do no more of it, after a turn has raised an exception; returns answers' ends."""
 
 
-class ServedRows:
+class ServedRows(Decoding):
     """Rows of one batch at work, and whose answers they are."""
 
-    def __init__(self, method: Method, run: BatchRun, tickets: Sequence[Ticket], past: Past | None):
-        """Reads the prompts of `run`, one for each ticket, after what `past` knows of them."""
-        self.method = method
-        for row, ticket in zip(run.rows, tickets, strict=True):
-            row.owner = ticket
-        self.way = Way.of(tickets[0].request, method.rule)
+    def __init__(self, method: Method, run: BatchRun, past: Past | None):
+        """Reads the prompts of `batch_of` tickets, after what `past` knows of them."""
+        super().__init__(method.stepper(run), method.drafter, method.planner, lambda: past)
+        self.way = Way.of(run.rows[0].owner.request, method.rule)
         self.used = 0.0  # seconds of turns, see `RunningRows`
-        self.decoding = method.decoding(run, lambda: past)
-        self.stepper = self.decoding.stepper
-        self.emitted: Emitted = self.decoding.begin()  # by the last pass
+        self.emitted = self.begin()  # by the last pass
         self.state: Any = None  # of the weights that began to read, where rows are kept
 
     @property
     def count(self) -> int:
         """Rows whose answers have not ended."""
-        return sum(row.active for row in self.stepper.run.running_rows())
+        return sum(row.active for row in self.run.running_rows())
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of prompt and answer of each row whose answer has not ended, rounded up."""
-        rows = [row for row in self.stepper.run.running_rows() if row.active]
+        rows = [row for row in self.run.running_rows() if row.active]
         return [-(-(row.prompt_length + len(row.tokens)) // COUNTED) * COUNTED for row in rows]
 
     def suits(self, other: "ServedRows") -> bool:
@@ -83,7 +85,7 @@ class ServedRows:
 
     def drafts_like(self, other: "ServedRows") -> bool:
         """Whether sessions are of one drafter: another one may have taken its place meanwhile."""
-        drafters = {rows.method.drafter for rows in (self, other)}
+        drafters = {rows.drafter for rows in (self, other)}
         return len(drafters) == 1 or all(isinstance(each, NoDrafter) for each in drafters)
 
     def turn(self) -> list[Gain]:
@@ -93,14 +95,15 @@ class ServedRows:
 
     def given_up(self, error: Exception) -> list[Gain]:
         """The ends of all answers that have not ended, after an exception in a step of all rows."""
-        tickets = [row.owner for row in self.stepper.run.rows if row.active]
-        self.stepper.run.end("cancelled")
+        tickets = [row.owner for row in self.run.rows if row.active]
+        self.run.end("cancelled")
         return broken_off(tickets, error)
 
-    def step(self) -> None:
+    def step(self) -> Emitted:
         """One step of all rows."""
-        self.stepper.fill_up(self.decoding.session)
-        self.emitted = self.decoding.step()
+        self.stepper.fill_up(self.session)
+        self.emitted = super().step()
+        return self.emitted
 
     def gains(self) -> list[Gain]:
         """The tokens that the last pass has added to each answer."""
@@ -108,7 +111,7 @@ class ServedRows:
 
     def _gain(self, number: int, tokens: list[int]) -> Gain:
         """The tokens that the last pass has added to the answer of row `number`."""
-        run = self.stepper.run
+        run = self.run
         row, record, logprobs = run.rows[number], run.record, None
         if isinstance(record, LogprobRecord):
             logprobs = record.part(number, len(row.tokens) - len(tokens), len(tokens))
@@ -125,7 +128,7 @@ class ServedRows:
 
         def kept(places: Sequence[int]) -> None:
             """Keep what was read for the rows at these places, but for those that failed."""
-            run, cache = self.stepper.run, self.stepper.cache
+            run, cache = self.run, self.stepper.cache
             for place in places:
                 answer = run.rows[run.running[place]]
                 ticket = answer.owner
@@ -135,7 +138,7 @@ class ServedRows:
                 row = torch.tensor([place], device=self.stepper.target.device)
                 salt = ticket.request.cache_salt
                 try:
-                    session = chosen(self.decoding.session, row)
+                    session = chosen(self.session, row)
                     past = Past(chosen(cache, row), session, tokens, salt)
                     memory.keep(past, self.state)
                 except Exception:  # the answer itself is whole
@@ -145,17 +148,18 @@ class ServedRows:
 
     def cancel(self, ids: Collection[Hashable]) -> None:
         """End the answers to some requests as they are."""
-        for row in self.stepper.run.rows:
+        for row in self.run.rows:
             if row.active and row.owner.id in ids:
                 row.finish_reason = "cancelled"
 
-    def join(self, other: "ServedRows") -> None:
+    def take_over(self, other: "ServedRows") -> None:
         """Go on with the rows of `other` too; both have some that have not ended."""
-        runs = [rows.stepper.run for rows in (self, other)]
+        runs = self.run, other.run
         order = seats(*([row.active for row in run.running_rows()] for run in runs))
         if self.state != other.state:  # weights have changed: what they read is no one state's
             self.state = object()
-        self.decoding.join(other.decoding, order)
+        self.session.join_rows(other.session, order)
+        self.stepper.join(other.stepper, order)
 
 
 class RunningRows:
@@ -191,11 +195,6 @@ class RunningRows:
         unread, self.prompts.unread = self.prompts.unread, []
         # Parts were read for the old drafter.
         self.admit([Ticket(each.id, each.request) for each in unread])
-
-    @property
-    def device(self) -> torch.device:
-        """The target's."""
-        return self.target.device
 
     @property
     def count(self) -> int:
@@ -238,7 +237,7 @@ class RunningRows:
 
     def _read(self, tickets: Sequence[Ticket], end: int | None) -> tuple[list[Gain], bool]:
         """Read prompts, see `Prompts`; rows whose prompts are read make a batch."""
-        run = BatchRun(merged(tickets), self.device, rows_fail_alone=True)
+        run = batch_of(tickets, self.target.device)
         method, first = self._method(run, self._way(tickets[0])), tickets[0]
         past = first.past or method.recall(run)
         known = 0 if past is None else past.cache.longest
@@ -249,14 +248,16 @@ class RunningRows:
         if first.past is None:
             first.reused, first.state = known, self.memory.state()
         if end is not None:
-            first.past = method.read(BatchRun(beginning(run.request, end), self.device), past)
+            first.past = method.read(
+                BatchRun(beginning(run.request, end), self.target.device), past
+            )
             # What is known of a position may depend on the token after it.
             first.read = first.past.cuttable(end - 1)
             if first.read:
                 first.past.cut(first.read)
                 return [], False
             first.past, first.reused, past = None, 0, None  # no part can be kept: read all at once
-        newcomers = ServedRows(method, run, tickets, past)
+        newcomers = ServedRows(method, run, past)
         first.past = None  # or its caches would be held for as long as the answer is decoded
         run.reuse(first.reused)
         if self.memory.most_kept:
@@ -298,7 +299,7 @@ class RunningRows:
             other = next((each for each in fitting if each.drafts_like(rows)), None)
             try:
                 if other is not None:
-                    other.join(rows)
+                    other.take_over(rows)
                 elif rows.count:
                     found.append(rows)
             except Exception as error:
@@ -323,3 +324,26 @@ def seats(old: Sequence[bool], new: Sequence[bool]) -> list[int]:
         else:
             order.append(row)
     return order
+
+
+def newcomers_at_least(max_rows: int, device: torch.device) -> int:
+    """The number of rows that must be free before requests that wait are let in."""
+    return max(1, max_rows // (GROUPS_ON_GPU if device.type == "cuda" else GROUPS))
+
+
+def serve(
+    waiting: WaitingRequests,
+    rows: RunningRows,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Iterator[Answer]:
+    """The answers in the order in which they end."""
+    least = newcomers_at_least(rows.max_rows, rows.target.device)
+    while rows.count or not waiting.ended:
+        free = rows.max_rows - rows.count
+        # A pass over few prompts costs more for each of them than one over many.
+        found = waiting.take(free if free >= least else 0, wait=not rows.count)
+        yield from (each for each in found if isinstance(each, Answer))
+        rows.admit([each for each in found if isinstance(each, Ticket)])
+        for gain in rows.step():
+            if gain.ended:
+                yield answer_of(gain, tokenizer)

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.core.errors import first_line
 from drafthead.infer.answers.results import Logprobs
-from drafthead.infer.engine.batch_run import Row
+from drafthead.infer.engine.batch_run import BatchRun, Row
 from drafthead.infer.request.request import Request
 from drafthead.infer.request.stopping import FinishReason, Stop
 from drafthead.infer.scheduling.past import Past
@@ -108,8 +108,17 @@ class GuardedProcessors(LogitsProcessorList):
             return torch.full_like(scores, -torch.inf)
 
 
+def batch_of(tickets: Sequence[Ticket], device: torch.device) -> BatchRun:
+    """The requests, which have their `Way` in common, as one batch: each row is its ticket's."""
+    run = BatchRun(merged(tickets), device)
+    for row, ticket in zip(run.rows, tickets, strict=True):
+        row.owner, row.sampling = ticket, ticket.request.sampling
+        row.drafts = ticket.request.drafts
+    return run
+
+
 def merged(tickets: Sequence[Ticket]) -> Request:
-    """The requests, which have their `Way` in common, as one batch."""
+    """The requests as one, but for what each row has of its own."""
     requests = [ticket.request for ticket in tickets]
     stops = [
         GuardedStop(ticket, ticket.request.stops[0]) if ticket.request.stops else Stop((), ())
@@ -120,8 +129,6 @@ def merged(tickets: Sequence[Ticket]) -> Request:
         prompts=[prompt for each in requests for prompt in each.prompts],
         limits=[limit for each in requests for limit in each.limits],
         seeds=[seed for each in requests for seed in each.seeds],
-        own_sampling=[law for each in requests for law in each.sampling_by_row],
-        own_drafts=[names for each in requests for names in each.drafts_by_row],
         processors=[
             GuardedProcessors(ticket, processors)
             for ticket in tickets

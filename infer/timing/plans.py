@@ -8,16 +8,17 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from drafthead.core.drafting.drafter import Drafter
 from drafthead.core.sampling import RowSampling
+from drafthead.core.settings import AtLeastOne
 from drafthead.core.storage.disk_cache import cache_folder, read_cached, write_cached
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
@@ -51,10 +52,10 @@ class StepKind:
     """The kind of a step: all that its time depends on but its size, the models and the machine."""
 
     rule: str
-    rows: int  # see `rows_that_share`; those that run now, of a batch that grows and shrinks
+    rows: AtLeastOne  # see `rows_that_share`; those that run now, of a batch that grows and shrinks
     filters: bool  # top-k, top-p, ...
     processors: bool
-    columns: int = FEWEST_COLUMNS  # see `columns_that_share`
+    columns: AtLeastOne = FEWEST_COLUMNS  # see `columns_that_share`
 
     @classmethod
     def of(cls, run: BatchRun, rule: Verifier) -> "StepKind":
@@ -233,8 +234,7 @@ def read_costs(path: Path, unknown: Callable[[StepKind], StepCosts]) -> dict[Ste
     `unknown(kind)` is what is guessed of a kind.
     """
     try:
-        kinds = [(kind_from(entry), entry) for entry in entries_in(path)]
-        return {kind: costs_from(entry, unknown(kind)) for kind, entry in kinds}
+        return {each.kind: each.costs(unknown(each.kind)) for each in read_kept(path)}
     except DAMAGE:
         logger.warning("%s is damaged; the costs of steps are learnt again", path)
         return {}
@@ -244,33 +244,46 @@ def read_costs(path: Path, unknown: Callable[[StepKind], StepCosts]) -> dict[Ste
 DAMAGE = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
 
 
-def entries_in(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file, as they are; none if there is no file. May raise any of DAMAGE."""
+@dataclass(frozen=True)
+class KeptCosts:
+    """The costs of one kind of steps as they are kept."""
+
+    kind: StepKind
+    was_timed: bool
+    mean: list[float]
+    covariance: list[list[float]]
+
+    @classmethod
+    def of(cls, kind: StepKind, costs: StepCosts) -> "KeptCosts":
+        """The costs, rounded."""
+        with costs.lock:
+            mean, covariance = costs.mean, costs.covariance
+        rounded = ((covariance + covariance.T) / 2).round(8)
+        return cls(kind, costs.was_timed, mean.tolist(), rounded.tolist())
+
+    def costs(self, costs: StepCosts) -> StepCosts:
+        """These costs, in place of what is guessed of them; may raise any of DAMAGE."""
+        mean, covariance = np.array(self.mean, float), np.array(self.covariance, float)
+        if mean.shape != costs.mean.shape or covariance.shape != costs.guess.shape:
+            raise ValueError("no costs of these sizes")
+        most = np.abs(mean).max(), np.abs(covariance).max()
+        if not (most[0] < MOST_LOG_SECONDS and most[1] < MOST_VARIANCE):  # nor for NaN
+            raise ValueError("impossible costs")
+        is_symmetric = np.array_equal(covariance, covariance.T)
+        if not is_symmetric or np.linalg.eigvalsh(covariance)[0] < -1e-6:
+            raise ValueError("no covariance")
+        costs.go_on_from(mean, covariance)
+        costs.was_timed = self.was_timed
+        return costs
+
+
+KEPT = TypeAdapter(list[KeptCosts])
+
+
+def read_kept(path: Path) -> list[KeptCosts]:
+    """The costs in a file; none if there is no file. May raise any of DAMAGE."""
     text = read_cached(path)
-    return [] if text is None else list(json.loads(text))
-
-
-def kind_from(entry: Mapping[str, Any]) -> StepKind:
-    """The kind of an entry; may raise any of DAMAGE."""
-    kind = StepKind(**entry["kind"])
-    numbers = kind.rows, kind.columns
-    if not isinstance(kind.rule, str) or any(type(n) is not int or n < 1 for n in numbers):
-        raise ValueError("no kind of steps")
-    return kind
-
-
-def costs_from(entry: Mapping[str, Any], costs: StepCosts) -> StepCosts:
-    """The costs of an entry, in place of what is guessed of them; may raise any of DAMAGE."""
-    mean, covariance = (np.array(entry[name], float) for name in ("mean", "covariance"))
-    if mean.shape != costs.mean.shape or covariance.shape != costs.guess.shape:
-        raise ValueError("no costs of these sizes")
-    if not np.abs(mean).max() < MOST_LOG_SECONDS or not np.abs(covariance).max() < MOST_VARIANCE:
-        raise ValueError("impossible costs")
-    if not np.array_equal(covariance, covariance.T) or np.linalg.eigvalsh(covariance)[0] < -1e-6:
-        raise ValueError("no covariance")
-    costs.go_on_from(mean, covariance)
-    costs.was_timed = entry["was_timed"] is True
-    return costs
+    return [] if text is None else KEPT.validate_json(text)
 
 
 # No step takes less than a nanosecond or more than ten years.
@@ -280,20 +293,8 @@ MOST_LOG_SECONDS, MOST_VARIANCE = 21.0, 400.0
 def write_costs(path: Path, learnt: Mapping[StepKind, StepCosts]) -> None:
     """Keep the costs where that is possible, beside other kinds that another process has kept."""
     try:
-        others = [entry for entry in entries_in(path) if kind_from(entry) not in learnt]
+        others = [each for each in read_kept(path) if each.kind not in learnt]
     except DAMAGE:
         others = []
-    entries = [entry_of(kind, costs) for kind, costs in learnt.items()]
-    write_cached(path, json.dumps(others + entries))
-
-
-def entry_of(kind: StepKind, costs: StepCosts) -> dict[str, Any]:
-    """One kind of steps as it is kept."""
-    with costs.lock:
-        mean, covariance = costs.mean, costs.covariance
-    return {
-        "kind": asdict(kind),
-        "was_timed": costs.was_timed,
-        "mean": mean.tolist(),
-        "covariance": ((covariance + covariance.T) / 2).round(8).tolist(),
-    }
+    kept = others + [KeptCosts.of(kind, costs) for kind, costs in learnt.items()]
+    write_cached(path, KEPT.dump_json(kept).decode())

@@ -19,12 +19,11 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import Proposal
 from drafthead.core.trees.tree import Budget
 from drafthead.infer.engine.batch_run import BatchRun
-from drafthead.infer.engine.loop import Decoding
-from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.planning.draft_acceptance import Size
 from drafthead.infer.planning.planner import Planner, Propose
 from drafthead.infer.planning.step_costs import StepCosts
 from drafthead.infer.request.request import Request
+from drafthead.infer.scheduling.method import Method
 from drafthead.infer.timing.plans import Plans, StepKind
 from drafthead.infer.verifiers import Verifier
 
@@ -146,8 +145,7 @@ def make_steps(
     limit = len(visits.sizes) * most + 1
     longer = replace(request, limits=[limit] * len(request.prompts))
     run = BatchRun(longer, target.device)
-    stepper = Stepper(target, run, drafter.features, rule, most)
-    decoding = Decoding(stepper, drafter, visits, recall=lambda: None)
+    decoding = Method(target, drafter, rule, visits, most).decoding(run)
     decoding.begin()
     # The bar shows when it takes longer than a few seconds.
     for _ in trange(len(visits.sizes), desc="timing steps", unit="step", delay=3, leave=False):

@@ -20,7 +20,8 @@ from drafthead.backends.cuda.tree_kernels import CudaTreeKernels
 from drafthead.contrib.own_layers import OwnLayers, part_of
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import FRESH
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.hooks import hook_lock

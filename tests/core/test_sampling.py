@@ -19,6 +19,7 @@ from drafthead.core.sampling import (
     GOLDEN,
     LEAST_DRAFT_PROBABILITY,
     NO_TOKEN,
+    STRIDE,
     RowRandom,
     RowSampling,
     SamplingConfig,
@@ -27,7 +28,6 @@ from drafthead.core.sampling import (
     draw,
     draw_without_replacement,
     kept_of_sorted,
-    mixed,
     most_probable,
     probabilities,
     race,
@@ -291,6 +291,15 @@ def test_a_rows_numbers_depend_on_its_seed_and_length_alone() -> None:
     assert batch.uniform(5)[1].equal(alone.uniform(5)[0])
     batch.begin_step([10, 21])
     assert not batch.uniform(5)[1].equal(alone.uniform(5)[0])
+
+
+def mixed(seed: int, count: int) -> int:
+    """SplitMix64's number for a step, in whole numbers of Python."""
+    mask = 2**64 - 1
+    z = (seed * GOLDEN + (count + 1) * STRIDE) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
 
 
 def test_the_numbers_of_the_next_tokens_are_those_of_their_own_steps() -> None:

@@ -4,7 +4,7 @@ import torch
 
 from drafthead.core.coupling import Choice, NextDraws
 from drafthead.core.drafting.drafter import Committed, DraftSession, OnDevice
-from drafthead.core.drafting.row_state import RowState
+from drafthead.core.row_state import RowState
 from drafthead.core.sampling import RowRandom, Sampling
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape

@@ -9,8 +9,7 @@ from abc import abstractmethod
 
 import torch
 
-from drafthead.core.kv_cache.cache_memory import FreshMemory
-from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.kv_cache.column_cache import CacheColumns, FreshMemory
 from drafthead.core.target.target import Target
 from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.layers.cache import DraftCache

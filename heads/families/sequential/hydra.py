@@ -11,8 +11,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.functional import silu
 
-from drafthead.core.kv_cache.cache_memory import FreshMemory
-from drafthead.core.kv_cache.column_cache import CacheColumns
+from drafthead.core.kv_cache.column_cache import CacheColumns, FreshMemory
 from drafthead.core.settings import Count, settings
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head

@@ -8,7 +8,8 @@ from drafthead.backends.cuda import kept_draws
 from drafthead.backends.cuda.backend import RecordingBackend
 from drafthead.backends.cuda.kept_draws import draw, first_kept
 from drafthead.core import sampling
-from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import FRESH
 from drafthead.core.sampling import NO_TOKEN, RowSampling, SamplingConfig, probabilities
 
 DEVICE = torch.device("cpu" if not torch.cuda.is_available() else "cuda")

@@ -2,8 +2,7 @@
 
 import torch
 
-from drafthead.core.kv_cache.cache_memory import BLOCK
-from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.kv_cache.column_cache import BLOCK, ColumnCache
 
 
 def cache_of(lengths: list[int], columns: int) -> ColumnCache:

@@ -14,7 +14,6 @@ from wide import model_of
 from drafthead.backends.cpu.packed_target import PackedTarget
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
-from drafthead.core.target.block_modules import to_int4
 from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.int8 import (
     LONGEST,
@@ -22,9 +21,9 @@ from drafthead.core.target.int8 import (
     Int8Linear,
     product,
     rounded,
-    to_int8,
     turned,
 )
+from drafthead.core.target.rounding import to_int4, to_int8
 from drafthead.core.target.target import Target
 from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.heads.families.head_drafter import drafter_for

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from drafthead.core.kv_cache.cache_memory import FRESH, CacheMemory
+from drafthead.core.kv_cache.cache_memory import CacheMemory
+from drafthead.core.kv_cache.column_cache import FRESH
 from drafthead.core.target.tree_cache import StepCache, TreeCache
 
 

@@ -10,10 +10,9 @@ from transformers import GenerationConfig
 from drafthead.backends.cuda.recorded_target import RecordedTarget
 from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder
-from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import DecodeOptions, read_options
-from drafthead.infer.scheduling.tickets import Ticket, Way, merged
+from drafthead.infer.scheduling.tickets import Ticket, Way, batch_of
 
 DRAWN: list[DecodeOptions] = [
     {"temperature": 0.3},
@@ -104,7 +103,7 @@ def test_processed_and_recorded_rows_of_several_laws_share_a_batch(target, make_
         assert found == answers_alone(decoder, options)
     options = with_length([{"temperature": 0.5}, {"temperature": 1.0, "top_k": 3}], logprobs=2)
     requests = [decoder.request([9, 10], read_options(each)) for each in options]
-    run = BatchRun(merged([Ticket(n, each) for n, each in enumerate(requests)]), target.device)
+    run = batch_of([Ticket(n, each) for n, each in enumerate(requests)], target.device)
     assert run.sampling.rows == (SamplingConfig(0.5), SamplingConfig(1.0, top_k=3))
     stepper = Stepper(target, run, decoder.drafter.features, decoder.rule(requests[0]))
     stepper.prefill()

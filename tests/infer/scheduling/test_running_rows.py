@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
 from drafthead.backends.cuda.recorded_target import RecordedTarget
-from drafthead.core.kv_cache.cache_memory import BLOCK
+from drafthead.core.kv_cache.column_cache import BLOCK
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup

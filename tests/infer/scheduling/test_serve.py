@@ -17,8 +17,7 @@ from tiny import END, VOCAB, byte_tokenizer, random_prompts
 from transformers import GenerationConfig
 
 from drafthead.core.errors import UserError
-from drafthead.core.kv_cache.cache_memory import BLOCK
-from drafthead.core.kv_cache.column_cache import ColumnCache
+from drafthead.core.kv_cache.column_cache import BLOCK, ColumnCache
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tiny import byte_tokenizer, tiny_llama
 
-from drafthead.core.target.int8 import to_int8
 from drafthead.core.target.loading import vocabulary_of
+from drafthead.core.target.rounding import to_int8
 from drafthead.core.target.target import Target
 from drafthead.core.target.weights_hash import weights_fingerprint
 from drafthead.heads.base import HEADS, DraftHead

@@ -9,7 +9,8 @@ from tiny import SPECIALS, byte_tokenizer, write_target
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.loading import vocabulary_of
-from drafthead.infer import Decoder, serving
+from drafthead.infer import Decoder
+from drafthead.infer.scheduling import running_rows
 from drafthead.infer.scheduling.tickets import Gain
 from drafthead.infer.serving import Answer
 from drafthead.train.data.conversations import AnswerTokens, Conversation, read_conversations
@@ -44,14 +45,14 @@ def distilled(decoder: Decoder, folder: Path, rows: int = 40, turns: int = 1) ->
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers of all that is served from now on."""
     calls: list[tuple[list[int], list[int]]] = []
-    answer_of = serving.answer_of
+    answer_of = running_rows.answer_of
 
     def watched(gain: Gain, *arguments: Any) -> Answer:
         found = answer_of(gain, *arguments)
         calls.append((gain.ticket.request.prompts[0], found.tokens))
         return found
 
-    monkeypatch.setattr(serving, "answer_of", watched)
+    monkeypatch.setattr(running_rows, "answer_of", watched)
     return calls
 
 

@@ -12,8 +12,8 @@ from drafthead.core.host import to_host
 class RowState:
     """An object whose attributes named in `row_state` have one entry for each row of a batch.
 
-    An attribute may be None, a tensor [B, ...], a list of B things, a named tuple of such
-    attributes, or an object that has `keep_rows` and `join_rows` itself, such as a cache.
+    An attribute may be None, a tensor [B, ...], a list of B things, a named tuple or a dictionary
+    of such attributes, or an object that has `keep_rows` and `join_rows` itself, such as a cache.
     """
 
     row_state: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +30,7 @@ class RowState:
         row 0. `other` must not be used any more.
         """
         for name in self.row_state:
-            setattr(self, name, joined(getattr(self, name), getattr(other, name), order))
+            setattr(self, name, joined([getattr(self, name), getattr(other, name)], order))
 
     def cut(self, length: int) -> None:
         """Forget all after the first `length` positions of each row, in whatever can do that."""
@@ -63,6 +63,8 @@ def chosen(state: Any, rows: torch.Tensor) -> Any:
     if isinstance(state, list):
         # Copies: a row that is chosen twice goes on in two ways.
         return [copy.copy(state[row]) for row in to_host(rows)]
+    if isinstance(state, dict):
+        return {name: chosen(part, rows) for name, part in state.items()}
     if isinstance(state, tuple):
         return type(state)(*(chosen(part, rows) for part in state))
     twin = copy.copy(state)
@@ -70,19 +72,23 @@ def chosen(state: Any, rows: torch.Tensor) -> Any:
     return twin
 
 
-def joined(state: Any, other: Any, order: Sequence[int]) -> Any:
-    """Entries of a state and another of the same form, see `RowState.join_rows`.
+def joined(states: Sequence[Any], order: Sequence[int]) -> Any:
+    """Entries of states of one form, as if the rows of each had the numbers after those before it.
 
-    Of the lists ``a b`` and ``c d``, order 2 1 gives ``c b``.
+    Of the lists ``a b`` and ``c d``, order 2 1 gives ``c b``. Only two caches can be joined.
     """
+    state, *others = states
     if state is None:
         return None
     if isinstance(state, torch.Tensor):
-        return torch.cat([state, other])[torch.tensor(order, device=state.device)]
+        return torch.cat([*states])[torch.tensor(order, device=state.device)]
     if isinstance(state, list):
-        both = [*state, *other]
+        both = [each for part in states for each in part]
         return [both[row] for row in order]
+    if isinstance(state, dict):
+        return {name: joined([each[name] for each in states], order) for name in state}
     if isinstance(state, tuple):
-        return type(state)(*(joined(*pair, order) for pair in zip(state, other, strict=True)))
+        return type(state)(*(joined(parts, order) for parts in zip(*states, strict=True)))
+    [other] = others
     state.join_rows(other, order)
     return state
