@@ -32,7 +32,7 @@ from drafthead.infer import Decoder
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.timing.step_timing import PROMPT_TOKENS, UNTIMED_STEPS, VISIT_STEPS
 from drafthead.lab.reports.report import Table, number, print_table
-from drafthead.lab.theory.chains import endless, greedy_stepper, pass_alone
+from drafthead.lab.theory.chains import greedy_stepper, pass_alone
 
 NODES, PROMPTS = (4, 16, 32, 64), (64, 512)
 ANSWER = 32  # tokens of plain decoding
@@ -54,8 +54,8 @@ def random_prompt(decoder: Decoder, tokens: int) -> list[int]:
 
 def stepper_for(decoder: Decoder, tokens: int) -> Stepper:
     """A greedy stepper that has not read its prompt of so many tokens yet."""
-    request = endless([random_prompt(decoder, tokens)], 1)
-    return greedy_stepper(decoder.target, request, NO_FEATURES, max(NODES))
+    prompts = [random_prompt(decoder, tokens)]
+    return greedy_stepper(decoder.target, prompts, NO_FEATURES, max(NODES))
 
 
 @torch.no_grad()

@@ -41,7 +41,6 @@ from drafthead.lab.servers import acceptance  # noqa: F401  # registers its chec
 from drafthead.lab.servers.asked import AskedServer
 from drafthead.lab.servers.audit import CHECKS, Audit
 from drafthead.lab.servers.export_for import SCRIPT, Served, export_named
-from drafthead.train.distillation.connection import ServerConnection, find_model, stored_end_ids
 
 ROOT = Path(__file__).parent.parent
 RECORD, PAGE = ROOT / "benchmarks" / "readers.json", ROOT / "docs" / "formats.md"
@@ -86,13 +85,7 @@ def audited(server: str, drafter: str, name: str, target: Target, new: int) -> d
         place, key = VERSIONS[server]
         version = os.environ.get("READER_VERSION")  # of one that does not know it
         version = version or requests.get(f"{address}/{place}", timeout=60).json().get(key)
-        connection = ServerConnection(address)
-        asked = AskedServer(
-            connection,
-            find_model(connection, served.model, name),
-            target.tokenizer,
-            stored_end_ids(name, target.tokenizer),
-        )
+        asked = AskedServer(address, served.model, name, target.tokenizer)
         audit = Audit(asked, target, prompts, new, 0, drafter)
         found = {check: CHECKS[check](audit) for check in (TEXT, DRAFTS)}
     if audit.drafts is None or audit.drafts_here is None:

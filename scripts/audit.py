@@ -1,16 +1,12 @@
 """`drafthead audit`: does a server write the target's own text, and accept as many drafts?"""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from drafthead.core.errors import UserError
 from drafthead.core.settings import MaxNewTokens
 from drafthead.scripts import options
-
-if TYPE_CHECKING:
-    from drafthead.core.target.target import Target
-    from drafthead.lab.servers.asked import AskedServer
 
 
 def main(
@@ -25,9 +21,7 @@ def main(
             "Its counters are then compared with decoding here."
         ),
     ] = None,
-    server_model: Annotated[
-        str | None, typer.Option(help="Name of the model on the server, if it serves several.")
-    ] = None,
+    server_model: options.ServerModel = None,
     prompts: options.Questions = None,
     limit: options.PromptLimit = 8,
     max_new_tokens: MaxNewTokens = 64,
@@ -45,15 +39,18 @@ def main(
     compared with decoding here. Nobody else should use the server meanwhile. If a check fails, a
     likely cause is named and the exit status is 1.
     """
-    from drafthead.infer.decoder import Decoder
+    from drafthead.infer import Decoder
     from drafthead.lab.races.record import describe_run, prompt_ids
     from drafthead.lab.reports.run_page import findings_report
     from drafthead.lab.servers import acceptance  # noqa: F401  # registers its check
+    from drafthead.lab.servers.asked import AskedServer
     from drafthead.lab.servers.audit import CHECKS, Audit
 
     if output is not None and not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
-    server, target = asked_server(url, server_model, model)
+    target = model.load()
+    assert target.tokenizer is not None  # a target read from disk has one
+    server = AskedServer(url, server_model, model.target, target.tokenizer)
     ids = prompt_ids(prompts, limit, Decoder(target), max_new_tokens)
     audit = Audit(server, target, ids, max_new_tokens, samples, head)
     findings = CHECKS.findings(audit)
@@ -62,18 +59,3 @@ def main(
     about = describe_run(model.target, target) | {"server": url, "head": head}
     options.finish(findings_report(findings, about, [verdict]), output)
     raise typer.Exit(bool(faults))
-
-
-def asked_server(
-    url: str, server_model: str | None, model: options.Model
-) -> "tuple[AskedServer, Target]":
-    """The server at an address, and the target that it should serve, loaded here."""
-    from drafthead.lab.servers.asked import AskedServer
-    from drafthead.train.distillation.connection import ServerConnection, find_model, stored_end_ids
-
-    target = model.load()
-    assert target.tokenizer is not None  # a target read from disk has one
-    connection = ServerConnection(url)
-    served = find_model(connection, server_model, model.target)
-    ends = stored_end_ids(model.target, target.tokenizer)
-    return AskedServer(connection, served, target.tokenizer, ends), target

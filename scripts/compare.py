@@ -35,14 +35,7 @@ class Race(RaceTerms):
 def main(
     *,
     model: options.Model,
-    prompts: Annotated[
-        str,
-        options.OfData,
-        typer.Option(
-            help="Prompts: a JSONL or Parquet file, a folder or a data set. Spec-Bench's question "
-            "file works unchanged."
-        ),
-    ],
+    prompts: options.Prompts,
     output: Annotated[
         Path, typer.Option(help="Output folder for the table as .json, .md and .png.")
     ],

@@ -160,12 +160,34 @@ Prompt = Annotated[
     typer.Option(help="The user's message. Read from standard input if you leave it out."),
 ]
 Named = Annotated[TargetName, OfModel]
-Questions = Annotated[
+HeadTarget = Annotated[
     str | None,
+    OfModel,
+    typer.Option(
+        help="The head's target. It supplies what the head's files lack, and copies of its weights "
+        "are compared with it. Also needed to export drafters that are not heads."
+    ),
+]
+PROMPTS = "Prompts: a JSON, JSONL or Parquet file, a folder or a data set."
+Prompts = Annotated[
+    str, OfData, typer.Option(help=f"{PROMPTS} Spec-Bench's question file works unchanged.")
+]
+Questions = Annotated[
+    str | None, OfData, typer.Option(help=f"{PROMPTS} By default a few questions.")
+]
+OwnAnswers = Annotated[
+    str,
     OfData,
     typer.Option(
-        help="Prompts: a JSONL or Parquet file, a folder or a data set. By default a few questions."
+        help="The model's own answers: a file of `data distill`, or logs. Do not measure on data "
+        "of the training."
     ),
+]
+ServerModel = Annotated[
+    str | None, typer.Option(help="Name of the model on the server, if it serves several.")
+]
+NewRows = Annotated[
+    Path, typer.Option(help="JSONL file to write. Run the same command again to continue it.")
 ]
 PromptLimit = Annotated[
     AtLeastOne, Field(description="Number of prompts to use, from the start of the file.")

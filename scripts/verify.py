@@ -12,6 +12,7 @@ from drafthead.core.settings import (
     RepetitionPenalty,
     RuleName,
     Seed,
+    Temperature,
     TopK,
     TopP,
     settings,
@@ -39,9 +40,7 @@ class Exact(options.Model):
 class Sampling:
     """Options of sampling the tested answers."""
 
-    temperature: Annotated[
-        float, typer.Option(help="Temperature of the sampled answers; 0 tests only greedy answers.")
-    ] = 1.0
+    temperature: Temperature = 1.0
     top_k: TopK = 0
     top_p: TopP = 1.0
     repetition_penalty: RepetitionPenalty = 1.0
@@ -90,8 +89,8 @@ def main(
 
     Four tests compare: the acceptance rule with random tables whose distribution is known; the
     first tokens of sampled answers, and all later tokens, with the model's distribution; and greedy
-    answers with plain decoding. "Found in 90%" is the power of a test: the smallest total variation
-    that it finds with 90 % probability.
+    answers, which are all at temperature 0, with plain decoding. "Found in 90%" is the power of a
+    test: the smallest total variation that it finds with 90 % probability.
 
     The rule auto is the one that decoding uses: match, or traversal for draft models and own layers
     that are not recorded. Trees have 16 nodes unless you set --tree-nodes. The exit status is 0 for

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_text
+from drafthead.core.storage.files import json_lines, write_text
 from drafthead.train.data.conversations import Conversation, read_conversations
 from drafthead.train.data.left_out import UnusableRowError
 from drafthead.train.distillation.dialogue import user_turns
@@ -123,10 +123,7 @@ def add_about_texts(prompts: Path, answers: Path, seed: int) -> int:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file, or none."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as lines:  # `splitlines` also parts at U+2028 and \x85
-        return [json.loads(line) for line in lines]
+    return [*json_lines(path)]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -19,6 +19,7 @@ from drafthead.infer.decoder import decoder_for
 from drafthead.infer.loading.loaded import head_drafter
 from drafthead.lab.diagnosis.examination import Authorship, Examination, Patient
 from drafthead.lab.diagnosis.findings import Checks, Finding
+from drafthead.lab.races.divergence import first_difference
 from drafthead.lab.tree_sizes import measured_plan
 from drafthead.train.data.conversations import Conversation
 from drafthead.train.data.fitted_rows import Reading
@@ -91,10 +92,7 @@ def other_template(seen: Examination) -> Finding | None:
     if not differing:
         return Finding(evidence)
     found, wanted = first_prompt(differing[0]), rendered_prompt(differing[0], seen)
-    place = next(
-        (i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b),
-        min(len(found), len(wanted)),
-    )
+    place = first_difference(found, wanted)
     here, there = (shown(seen, ids[max(0, place - 2) : place + 4]) for ids in (found, wanted))
     return Finding(
         f"{evidence}; the first from token {place} on: {here} instead of {there}",

@@ -4,7 +4,6 @@ Do sampled answers follow the target's law, at their beginning, where whole text
 and token by token later on? Are greedy answers those of plain decoding?
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.goodness_of_fit import Fit, chance_of_worse, fit
 from drafthead.lab.exactness.oracle import OracleDecoder
 from drafthead.lab.exactness.rule_law import fit_of_rule
-from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text, places_in_law
+from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, places_in_law
 from drafthead.lab.races.divergence import Divergence, divergence, rounding_step
 
 PLACES = 20  # parts of [0, 1] in which later tokens are counted
@@ -91,16 +90,11 @@ def sampled_start(pair: SampledPair, prompt: list[int], samples: int, seed: int)
         pair.reference, prompt, pair.sampling, samples, pair.decoder.end_ids,
         pair.repetition_penalty,
     )  # fmt: skip
-    found: Counter[Text] = Counter()
-    impossible = 0
+    answers: list[list[int]] = []
     for start in trange(0, samples, ROWS, desc="first tokens", unit="batch", leave=False):
         rows = min(ROWS, samples - start)
-        answers = pair.sample([prompt] * rows, LENGTH, seed + start).sequences
-        found.update(map(law.cell, answers))
-        impossible += sum(map(law.is_impossible, answers))
-    counts = torch.tensor([found[cell] for cell in law.chances])
-    measured = fit(counts, torch.tensor(list(law.chances.values())), impossible)
-    return Start(measured, law.largest_logit)
+        answers += pair.sample([prompt] * rows, LENGTH, seed + start).sequences
+    return Start(law.fit_of(answers), law.largest_logit)
 
 
 @dataclass

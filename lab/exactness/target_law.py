@@ -3,6 +3,7 @@
 No tree, cache or acceptance rule is used, so an error in those cannot hide here.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from drafthead.core.sampling import SamplingConfig, probabilities
 from drafthead.infer import Target
-from drafthead.lab.exactness.goodness_of_fit import FEWEST_EXPECTED
+from drafthead.lab.exactness.goodness_of_fit import FEWEST_EXPECTED, Fit, fit
 
 Text = tuple[int, ...]
 OTHER = -1  # any token that has no cell of its own
@@ -72,6 +73,13 @@ class TargetLaw:
             self.largest_logit = max(self.largest_logit, float(logits.amax()))
             logits = penalised(prefix, batch, logits, self.repetition_penalty)
             yield from probabilities(logits, self.sampling).cpu()
+
+    def fit_of(self, answers: Sequence[Sequence[int]], is_rounded: bool = False) -> Fit:
+        """The fit of sampled answers; of one that `is_rounded` otherwise nothing is impossible."""
+        found = Counter(map(self.cell, answers))
+        counts = torch.tensor([found[cell] for cell in self.chances])
+        impossible = 0 if is_rounded else sum(map(self.is_impossible, answers))
+        return fit(counts, torch.tensor([*self.chances.values()]), impossible)
 
     def cell(self, answer: Sequence[int]) -> Text:
         """The cell that an answer falls into."""

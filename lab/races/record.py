@@ -4,10 +4,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.files import write_json
 from drafthead.core.target.chat_template import (
     NO_ARGUMENTS,
     TemplateArguments,
@@ -47,11 +46,6 @@ def describe_run(name: str, target: Target) -> dict[str, object]:
         "target": name,
         "dtype": target.precision,
     }
-
-
-def write_record(file: Path, name: str, target: Target, found: dict[str, Any]) -> None:
-    """Write what was found as JSON, with what `describe_run` says."""
-    write_json(file, describe_run(name, target) | found)
 
 
 def drafts_by_name(drafts: Sequence[str]) -> dict[str, NamedDraft]:

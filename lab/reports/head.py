@@ -1,6 +1,7 @@
 """Tables about a head: what its checkpoint holds, and how well it drafts."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from drafthead.core.printing import printable
 from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.formats.base import Foreign, Format
 from drafthead.heads.growing.static import grow_tree
-from drafthead.lab.reports.report import Table, number, print_table
+from drafthead.lab.reports.report import Report, Table, number
 from drafthead.train.data.sequences import TokenTable
 from drafthead.train.learning.evaluation import (
     CATEGORY_NODES,
@@ -29,7 +30,6 @@ BY_DEPTH = (
     ("first guesses that are right, at all positions", "top 1", "top1"),
     ("right tokens among the first eight guesses, at all positions", "top 8", "top8"),
 )
-# Under the first table.
 TAU_NOTE = (
     "each column uses trees of one size at every step; in compare, tau is often smaller because "
     "only trees that pay on the machine are used; the progress bar of training counts all positions"
@@ -108,40 +108,43 @@ def vocabulary(foreign: Foreign) -> str:
     return "the target's"
 
 
-def print_evaluations(
+def evaluation_report(
     found: dict[str, Evaluation],
     tables: dict[str, TokenTable],
     lengths: dict[str, dict[str, dict[str, float]]],  # of each file, see `by_length`
-) -> None:
-    """Print tau by size of the tree and by length, then acceptance by depth; a line is a file."""
-    sizes = [f"{nodes} nodes" for nodes in TREE_SIZES]
+    training: Sequence[str],
+    about: dict[str, Any],
+) -> Report:
+    """Tau by size of the tree and by length, then acceptance by depth; a line is a file.
+
+    `training` are sentences on what more of it would bring; `about` holds machine and command.
+    """
+    trees = ["chain", f"chain of {SHORT_CHAIN}", *(f"{nodes} nodes" for nodes in TREE_SIZES)]
     taus = [
         [
-            Path(source).name,
-            str(len(tables[source])),
-            str(evaluation.anchors),
-            number(evaluation.tau_chain),
-            number(evaluation.tau_short_chain),
-            *(number(evaluation.tau_tree[nodes]) for nodes in TREE_SIZES),
+            *(Path(source).name, str(len(tables[source])), str(e.anchors)),
+            *map(number, (e.tau_chain, e.tau_short_chain, *map(e.tau_tree.get, TREE_SIZES))),
         ]
-        for source, evaluation in found.items()
+        for source, e in found.items()
     ]
-    chains = ["chain", f"chain of {SHORT_CHAIN}"]
-    columns = ["tau", "conversations", "tokens", *chains, *sizes]
-    print_table(Table("tokens per pass of the target", columns, taus), [TAU_NOTE])
+    columns = ["tau", "conversations", "tokens", *trees]
+    shown = [Table("tokens per pass of the target", columns, taus)]
     for source, evaluation in found.items():
         if len(evaluation.categories) > 1:
             kinds = [(name, number(tau)) for name, tau in evaluation.categories.items()]
             title = f"{Path(source).name}: tau at {CATEGORY_NODES} nodes by category"
-            print_table(Table(title, ["category", "tau"], kinds))
+            shown.append(Table(title, ["category", "tau"], kinds))
     for source, by_length in lengths.items():
         rows = [
-            [name, number(row["tokens"], 0), *(number(row[tree]) for tree in [*chains, *sizes])]
+            [name, number(row["tokens"], 0), *(number(row[tree]) for tree in trees)]
             for name, row in by_length.items()
         ]
         title = f"{Path(source).name}: tau by the tokens before a step"
-        print_table(Table(title, ["tokens before", "tokens", *chains, *sizes], rows))
+        shown.append(Table(title, ["tokens before", "tokens", *trees], rows))
     depths = [f"depth {k}" for k in range(1, 1 + max(len(e.alpha) for e in found.values()))]
     for title, corner, name in BY_DEPTH:
         rows = [[Path(source).name, *map(number, getattr(e, name))] for source, e in found.items()]
-        print_table(Table(title, [corner, *depths], rows))
+        shown.append(Table(title, [corner, *depths], rows))
+    data = {source: e.summary() | {"by_length": lengths[source]} for source, e in found.items()}
+    notes = [TAU_NOTE, *(f"its training: {sentence}" for sentence in training)]
+    return Report(shown, notes, {**about, "data": data})

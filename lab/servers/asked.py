@@ -14,9 +14,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from drafthead.train.distillation.connection import (
     PENALTY,
     UNFILTERED,
-    ServedModel,
     ServerConnection,
     choice_of,
+    find_model,
+    stored_end_ids,
 )
 
 AT_ONCE = 4  # requests on their way
@@ -78,16 +79,12 @@ def counted(text: str) -> DraftCounters:
 class AskedServer:
     """A model on a server, of whose target only the tokenizer is needed here."""
 
-    def __init__(
-        self,
-        connection: ServerConnection,
-        model: ServedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: frozenset[int],
-    ):
-        self.connection, self.model = connection, model
-        self.tokenizer, self.end_ids = tokenizer, end_ids
-        connection.be_patient()
+    def __init__(self, url: str, name: str | None, target: str, tokenizer: PreTrainedTokenizerBase):
+        """The model of a name there; without one the target, or the only model that is served."""
+        self.connection = ServerConnection(url)
+        self.model = find_model(self.connection, name, target)
+        self.tokenizer, self.end_ids = tokenizer, stored_end_ids(target, tokenizer)
+        self.connection.be_patient()
 
     def complete(
         self, prompt: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0

@@ -18,9 +18,9 @@ from drafthead.infer.loading.loaded import named_draft
 from drafthead.infer.request.generation_config import listed, own_settings
 from drafthead.infer.request.prompts import encode_one
 from drafthead.lab.diagnosis.findings import Checks, Finding
-from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable, fit
+from drafthead.lab.exactness.goodness_of_fit import chance_of_worse, detectable
 from drafthead.lab.exactness.target_law import LENGTH, TargetLaw, Text
-from drafthead.lab.races.divergence import rounding_step
+from drafthead.lab.races.divergence import first_difference, rounding_step
 from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers.asked import AskedServer, DraftCounters, Reply
 from drafthead.train.distillation.connection import PENALTY
@@ -241,7 +241,7 @@ def compared_prompts(
     found = next((name for name, ids in readings.items() if ids == read), None)
     if found == ours:
         return Finding(f"{evidence}, the same ones")
-    place = next((i for i, (a, b) in enumerate(zip(read, prompt, strict=False)) if a != b), 0)
+    place = first_difference(read, prompt)
     theirs, own = (str(tokenizer.decode(ids[place : place + 8])) for ids in (read, prompt))
     return Finding(
         evidence, found or f"another template: from token {place} on {theirs!r}, here {own!r}"
@@ -290,9 +290,7 @@ def sampling(audit: Audit) -> Finding | None:
         replies = audit.server.complete_all([prompt] * audit.samples, LENGTH, temperature=1.0)
         if not all(reply.shows_ids for reply in replies):
             return Finding("not tested: the server shows no token ids")
-        found = Counter(law.cell(reply.ids) for reply in replies)
-        counts = torch.tensor([found[cell] for cell in law.chances])
-        fits.append(fit(counts, torch.tensor(list(law.chances.values())), impossible=0))
+        fits.append(law.fit_of([reply.ids for reply in replies], is_rounded=True))
         seen += [(law, tuple(reply.ids[:LENGTH])) for reply in replies]
     chance, noticed = chance_of_worse(fits), detectable(fits, FALSE_ALARM, 0.9)
     evidence = (

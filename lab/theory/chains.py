@@ -59,10 +59,10 @@ def named_chains(name: str, draft: NamedDraft, target: Target, dtype: str) -> Ch
     """The chains of a drafter, called `name`; raises UserError for a kind that drafts none."""
     if draft.name == "head":
         return head_chains(name, load_head(Path(draft.argument), target), target)
+    if draft.name == "lookup":  # a chain of no tokens counts as one that is refused
+        return Chains(name, target, MAX_CHAIN, PromptLookup)
     if draft.name == "model":
         return model_chains(name, load_draft_model(draft.argument, target, dtype), target)
-    if draft.name == "lookup":
-        return lookup_chains(name, target)
     if draft.name == "ngrams":
         drafter = LookupChains(store_lookup(Path(draft.argument), target).table)
         return Chains(name, target, DEPTH, lambda n: drafter)  # shorter where little is known
@@ -81,22 +81,21 @@ def model_chains(name: str, model: Target, target: Target) -> Chains:
     return Chains(name, target, MAX_CHAIN, lambda n: drafter)
 
 
-def lookup_chains(name: str, target: Target) -> Chains:
-    """Prompt lookup; where it finds nothing, a chain of no tokens counts as one that is refused."""
-    return Chains(name, target, MAX_CHAIN, PromptLookup)
-
-
 @torch.no_grad()
 def operations_ratio(chains: Chains, length: int) -> float:
     """c^: arithmetic of one drafted token of a chain / that of the target's pass over one token.
 
     Additions and multiplications of matrix products and attention are counted while both run.
     """
-    drafter = chains.drafter(length)
-    stepper, prompt = after_random_text(chains.target, drafter, 1, length + 1)
-    target = operations(pass_alone(stepper, 1))
+    target, drafter = chains.target, chains.drafter(length)
+    columns = 1, min(COMMITTED, target.max_length or COMMITTED)
+    random = torch.Generator().manual_seed(0)
+    text = torch.randint(target.vocab_size, columns, generator=random).tolist()
+    stepper = greedy_stepper(target, text, drafter.features, length + 1)
+    prompt, _ = stepper.prefill()
+    a_pass = operations(pass_alone(stepper, 1))
     propose = proposal_alone(drafter, chain_budget(length), stepper, prompt)
-    return operations(propose) / length / target
+    return operations(propose) / length / a_pass
 
 
 def operations(call: Callable[[], object]) -> int:
@@ -108,19 +107,6 @@ def operations(call: Callable[[], object]) -> int:
 
 COMMITTED = 256  # cache columns before a pass
 GREEDY = SamplingConfig()
-
-
-def after_random_text(
-    target: Target, drafter: Drafter | None, batch: int, max_nodes: int
-) -> tuple[Stepper, Committed]:
-    """A greedy stepper that has read random text in each of `batch` rows, and what it committed."""
-    columns = min(COMMITTED, target.max_length or COMMITTED)
-    features = drafter.features if drafter else FeatureSpec(layers=(), last=False)
-    text = torch.randint(
-        target.vocab_size, (batch, columns), generator=torch.Generator().manual_seed(0)
-    )
-    stepper = greedy_stepper(target, endless(text.tolist(), 1), features, max_nodes)
-    return stepper, stepper.prefill()[0]
 
 
 def proposal_alone(
@@ -138,16 +124,12 @@ def proposal_alone(
     return lambda: known(session.propose(budget, GREEDY, None))
 
 
-def endless(prompts: Sequence[Sequence[int]], limit: int) -> Request:
-    """A greedy request whose answers end only at their limit."""
-    rows = len(prompts)
-    return Request(prompts=prompts, limits=[limit] * rows, seeds=[0] * rows, sampling=GREEDY)
-
-
 def greedy_stepper(
-    target: Target, request: Request, features: FeatureSpec, max_nodes: int
+    target: Target, prompts: Sequence[Sequence[int]], features: FeatureSpec, max_nodes: int
 ) -> Stepper:
-    """The engine's stepper for a greedy request."""
+    """The engine's stepper for greedy answers to prompts."""
+    ones, seeds = [1] * len(prompts), [0] * len(prompts)
+    request = Request(prompts=prompts, limits=ones, seeds=seeds, sampling=GREEDY)
     run = BatchRun(request, target.device)
     return Stepper(target, run, features, VERIFIERS["greedy"], max_nodes)
 

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 class Asked(options.Rows):
     """Options of what is asked."""
 
-    prompts: Annotated[
-        str,
-        options.OfData,
-        typer.Option(help="Prompts: a .jsonl, .json or .parquet file, a folder or a data set."),
-    ]
+    prompts: options.Prompts
     limit: Annotated[
         int | None, typer.Option(help="Number of rows to answer, from the start of the file.")
     ] = None
@@ -46,9 +42,7 @@ class Asked(options.Rows):
 class Where:
     """Options of where prompts are answered, and answers written."""
 
-    output: Annotated[
-        str, typer.Option(help="JSONL file to write. Run the same command again to continue it.")
-    ]
+    output: options.NewRows
     compile: CompileSwitch = None
     server: Annotated[
         list[str] | None,
@@ -57,10 +51,7 @@ class Where:
             "model. The API key is read from OPENAI_API_KEY."
         ),
     ] = None
-    server_model: Annotated[
-        str | None,
-        typer.Option(help="Name of the model on the server, if it serves several."),
-    ] = None
+    server_model: options.ServerModel = None
     ray: Annotated[
         str | None,
         typer.Option(
@@ -94,16 +85,15 @@ def main(*, model: options.Model, asked: Asked, answered: AnsweringOptions, wher
         model.target, asked.prompts, asked.prompt_column, model.dtype, system_text(asked.system),
         asked.template_arguments, served.model.name if served else None, **vars(answered),
     )  # fmt: skip
-    path = Path(where.output)
-    file = DistilledFile(path, settings, where.overwrite)
+    file = DistilledFile(where.output, settings, where.overwrite)
     file.check()  # before much is read
     left_out = LeftOut(asked.strict)
     rows = read_conversations(asked.prompts, asked.prompt_column, asked.limit, left_out)
     rows = sampled(with_system(rows, settings.system), asked.samples, answered.temperature)
-    with full_disk_named(path), file:
+    with full_disk_named(where.output), file:
         source = served or source_of(model, where)
         check_template_arguments(source.tokenizer, settings.template_arguments)
-        print_report(distill(source, rows, file, left_out), path)
+        print_report(distill(source, rows, file, left_out), where.output)
 
 
 def refuse_unheeded(model: options.Model, where: Where) -> None:

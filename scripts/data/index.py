@@ -16,11 +16,7 @@ MEASURED = 64  # of them, at most
 
 def main(
     *,
-    data: Annotated[
-        str,
-        options.OfData,
-        typer.Option(help="The model's own answers: a file of `data distill`, or logs."),
-    ],
+    data: options.OwnAnswers,
     target: options.Named,
     output: options.NewFolder,
     ngrams: Annotated[

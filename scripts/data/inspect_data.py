@@ -17,9 +17,7 @@ def main(
             help="Conversations: a .jsonl, .json or .parquet file, a folder or a data set."
         ),
     ],
-    target: Annotated[
-        str, options.OfModel, typer.Option(help="The model whose chat template is used.")
-    ],
+    target: options.Named,
     limit: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 3,
     row: Annotated[
         int | None, typer.Option(min=1, help="Show only this row; the first is 1.")

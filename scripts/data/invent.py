@@ -47,9 +47,7 @@ def main(
     device: DeviceName = "auto",
     compile: CompileSwitch = None,
     number: Annotated[AtLeastOne, Field(description="Number of prompts to write.")],
-    output: Annotated[
-        Path, typer.Option(help="JSONL file to write. Run the same command again to continue it.")
-    ],
+    output: options.NewRows,
     texts: AboutTexts,
     overwrite: options.Overwrite = False,
 ) -> None:

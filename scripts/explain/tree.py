@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from drafthead.core.settings import BatchSize, CompileSwitch
+from drafthead.core.settings import BatchSize, CompileSwitch, Temperature
 from drafthead.scripts import options
 
 
@@ -17,9 +17,7 @@ def main(
         typer.Option(help="The head: a folder, a hub id, or smollm2-eagle3.", metavar="HEAD"),
     ],
     batch: BatchSize = 1,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     compile: CompileSwitch = None,
     fresh: Annotated[bool, typer.Option(help="Measure the step times again.")] = False,
     output: options.JsonFile = None,

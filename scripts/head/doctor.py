@@ -1,9 +1,5 @@
 """`drafthead head doctor`: why a head is accepted seldom."""
 
-from typing import Annotated
-
-import typer
-
 from drafthead.scripts import options
 
 PLANNER = "plain decoding is faster"
@@ -13,11 +9,7 @@ def main(
     *,
     head: options.HeadPath,
     model: options.Model,
-    data: Annotated[
-        str,
-        options.OfData,
-        typer.Option(help="The model's own answers. Do not use the training data."),
-    ],
+    data: options.OwnAnswers,
     limit: options.AnswerLimit = 100,
     rows: options.Rows,
     output: options.JsonFile = None,

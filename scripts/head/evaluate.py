@@ -54,8 +54,8 @@ def main(
     from drafthead.heads.formats.loading import load_head
     from drafthead.lab.diagnosis.examination import ranked_answers, read_answers
     from drafthead.lab.learning_curve import what_more_would_bring
-    from drafthead.lab.races.record import write_record
-    from drafthead.lab.reports.head import print_evaluations
+    from drafthead.lab.races.record import describe_run
+    from drafthead.lab.reports.head import evaluation_report
     from drafthead.train.data.training_rows import check_writers
     from drafthead.train.learning.evaluation import by_length, evaluation_of
     from drafthead.train.run.folder import BEST_FOLDER
@@ -72,18 +72,11 @@ def main(
     ranked = ranked_answers(trained, target, tables)
     found = {source: evaluation_of(*answers) for source, answers in ranked.items()}
     lengths = {source: by_length(answers) for source, answers in ranked.items()}
-    print_evaluations(found, tables, lengths)
-    for sentence in what_more_would_bring(head.parent if head.name == BEST_FOLDER else head):
-        print(f"its training: {sentence}")
+    training = what_more_would_bring(head.parent if head.name == BEST_FOLDER else head)
+    about = {**describe_run(model.target, target), "head": str(head)}
+    options.finish(evaluation_report(found, tables, lengths, training, about), output)
     if save_acceptance:
         save(head, found)
-    if output is not None:
-        summaries = {
-            source: evaluation.summary() | {"by_length": lengths[source]}
-            for source, evaluation in found.items()
-        }
-        record = {"head": str(head), "data": summaries}
-        write_record(output, model.target, target, record)
 
 
 def refuse_other_folder(head: Path) -> None:

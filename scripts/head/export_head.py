@@ -33,14 +33,7 @@ def main(
         str | None,
         typer.Option(help=f"Exactly this format instead: {options.FORMATS}; see docs/formats.md."),
     ] = None,
-    target: Annotated[
-        str | None,
-        options.OfModel,
-        typer.Option(
-            help="The head's target. Needed by formats that copy its weights, and for drafters "
-            "that are not heads."
-        ),
-    ] = None,
+    target: options.HeadTarget = None,
 ) -> None:
     """Export a head for another project, with a numeric check.
 

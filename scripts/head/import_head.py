@@ -3,24 +3,13 @@
 The file is not called `import.py`, because no import statement can name that.
 """
 
-from typing import Annotated
-
-import typer
-
 from drafthead.scripts import options
 
 
 def main(
     path: options.HeadPath,
     output: options.NewFolder,
-    target: Annotated[
-        str | None,
-        options.OfModel,
-        typer.Option(
-            help="The head's target: a folder or hub id. It supplies what the checkpoint lacks, "
-            "and copies of its weights are compared with it."
-        ),
-    ] = None,
+    target: options.HeadTarget = None,
 ) -> None:
     """Convert a head from another project to our own format.
 

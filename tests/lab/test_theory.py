@@ -12,6 +12,7 @@ from tiny import random_prompts
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.infer import Decoder
+from drafthead.infer.loading.loaded import named_draft
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.exactness.rule_law import OneStream
 from drafthead.lab.reports.theory import prediction_note
@@ -29,8 +30,8 @@ from drafthead.lab.theory.chains import (
     Chains,
     chain_budget,
     head_chains,
-    lookup_chains,
     model_chains,
+    named_chains,
     operations_ratio,
 )
 from drafthead.lab.theory.given_answers import GivenAnswer, acceptance_chance, acceptance_chances
@@ -174,7 +175,7 @@ def every_kind(target, make_target, make_head) -> list[Chains]:
     return [
         head_chains("head", head, target),
         model_chains("draft", draft, target),
-        lookup_chains("lookup", target),
+        named_chains("lookup", named_draft("lookup"), target, "auto"),
     ]
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from drafthead.backends.cpu.kernels import library
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.target import Target
-from drafthead.lab.theory.chains import endless, greedy_stepper, pass_alone
+from drafthead.lab.theory.chains import greedy_stepper, pass_alone
 
 pytestmark = pytest.mark.skipif(not library.loaded(), reason="there are no kernels here")
 CAPACITY = 96  # columns of the cache, of which a pass sees a part
@@ -111,8 +111,8 @@ def test_bfloat16_passes_of_our_kernels_are_as_near_to_float32_as_eager_ones(mak
     rounded = Target(copy.deepcopy(exact.model).to(torch.bfloat16))
     logits = []
     for target in (exact, rounded, rounded.packed()):
-        request, nothing = endless([list(range(8, 30))], 1), FeatureSpec((), last=False)
-        stepper = greedy_stepper(target, request, nothing, 16)
+        prompts, nothing = [[*range(8, 30)]], FeatureSpec((), last=False)
+        stepper = greedy_stepper(target, prompts, nothing, 16)
         with torch.inference_mode():
             stepper.prefill()
             logits.append([pass_alone(stepper, nodes)().logits.float() for nodes in (1, 5, 11)])
