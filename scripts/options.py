@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import field, fields, is_dataclass
 from functools import wraps
-from importlib import resources
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
@@ -195,11 +194,8 @@ PromptLimit = Annotated[
 AnswerLimit = Annotated[
     AtLeastOne, Field(description="Number of conversations to use, from the start of each file.")
 ]
-# What `train --init` and `build --family` take, and `head export --format`.
 PACKED = 7 / 8  # of a GGUF file's bytes, at least: rows of embeddings are read where they lie
-FILES = [Path(file.name) for file in resources.files("drafthead.configs").iterdir()]
-FAMILIES = ", ".join(sorted(f.stem for f in FILES if f.suffix == ".yaml" and "demo" not in f.stem))
-FORMATS = (
+FORMATS = (  # that `head export --format` takes
     "dflash, dflash-transformers, dspark, eagle, eagle3-sglang, eagle3-vllm, hydra, medusa, "
     "medusa-merged, vllm-medusa, mlp, mtp, speculators, drafthead"
 )

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.lab.building.choices import FAMILIES
 from drafthead.scripts import options
 
 
@@ -18,7 +19,7 @@ def main(
         str | None,
         typer.Option(
             metavar="FAMILY",
-            help=f"Write a configuration file for this family, and exit: {options.FAMILIES}.",
+            help=f"Write a configuration file for this family, and exit: {FAMILIES}.",
         ),
     ] = None,
     target: Annotated[

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from shlex import quote
 
 import torch
 
@@ -22,7 +21,8 @@ from drafthead.lab.building.budget import (
     Speeds,
     division,
 )
-from drafthead.lab.building.folder import BuildFolder, Choices, Facts
+from drafthead.lab.building.choices import Choices
+from drafthead.lab.building.folder import BuildFolder, Facts
 from drafthead.lab.building.prompts import (
     HeldOut,
     PromptFiles,
@@ -109,10 +109,11 @@ class BuildAnswers:
         part_invented(self.files, held)
         return {
             "held": held.both,
-            "by_hand": f"drafthead data invent {chosen.model_options}{chosen.compile_option} "
-            f"--seed {chosen.seed} --number {held.both} "
-            f"--batch-size {2 * self.rows} --output {quote(str(self.files.invented))}",
-        }
+            "by_hand": chosen.command("data invent", {
+                "compile": chosen.compile, "seed": chosen.seed, "number": held.both,
+                "batch_size": 2 * self.rows, "output": self.files.invented,
+            }),
+        }  # fmt: skip
 
     def _invent(self, number: int, seconds: float) -> None:
         """Have so many messages of users in so many seconds.
@@ -144,12 +145,11 @@ class BuildAnswers:
             return distill(DecoderSource(self.decoder()), rows, file)
 
     def _by_hand(self, prompts: Path, output: Path, rows: int) -> str:
-        return (
-            f"drafthead data distill {self.choices.model_options}{self.choices.compile_option} "
-            f"--limit {rows} --batch-size {self.rows} "
-            f"--max-new-tokens {self.choices.max_new_tokens} "
-            f"--prompts {quote(str(prompts))} --output {quote(str(output))}"
-        )
+        chosen = self.choices
+        return chosen.command("data distill", {
+            "compile": chosen.compile, "limit": rows, "batch_size": self.rows,
+            "max_new_tokens": chosen.max_new_tokens, "prompts": prompts, "output": output,
+        })  # fmt: skip
 
     def _distil_until(self, ends: float, prompts: Path, output: Path) -> DistillReport:
         """Answers to as many of a file's first prompts as there is time for, and at least LEAST."""

@@ -6,47 +6,19 @@ of that what its own files do not keep.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 from typing import Any, NamedTuple
 
 import yaml
 
 from drafthead.core.errors import UserError
 from drafthead.core.storage.files import write_text
+from drafthead.lab.building.choices import Choices
 
 RECORD = "build.yaml"
 TITLE = "# What `drafthead build` has chosen and found here, and how a stage is done by hand.\n"
 Facts = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The user's choices; they decide everything else, with the speed of the machine."""
-
-    target: str
-    dtype: str
-    device: str
-    prompts: tuple[str, ...]  # files; none: the target invents them
-    max_new_tokens: int
-    seed: int
-    family: str
-    minutes: float
-    compile: bool | None  # see `prepared_target`
-    init_from: str | None = None  # the head with whose weights and settings the new one starts
-
-    @property
-    def model_options(self) -> str:
-        """The options that name the model, as other verbs have them."""
-        dtype = "" if self.dtype == "auto" else f" --dtype {self.dtype}"
-        device = "" if self.device == "auto" else f" --device {self.device}"
-        return f"--target {quote(self.target)}{dtype}{device}"
-
-    @property
-    def compile_option(self) -> str:
-        """Tell whether passes are compiled, as other verbs have it."""
-        return {None: "", True: " --compile", False: " --no-compile"}[self.compile]
 
 
 class Stage(NamedTuple):

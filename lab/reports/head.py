@@ -9,17 +9,11 @@ from typing import Any
 from rich.markup import escape
 
 from drafthead.core.printing import printable
-from drafthead.core.trees.tree import Path as TreePath
 from drafthead.heads.formats.base import Foreign, Format
-from drafthead.heads.growing.static import grow_tree
+from drafthead.heads.growing.static import TREE_SIZES, grow_tree
 from drafthead.lab.reports.report import Report, Table, number
 from drafthead.train.data.sequences import TokenTable
-from drafthead.train.learning.evaluation import (
-    CATEGORY_NODES,
-    SHORT_CHAIN,
-    TREE_SIZES,
-    Evaluation,
-)
+from drafthead.train.learning.evaluation import CATEGORY_NODES, SHORT_CHAIN, Evaluation
 from drafthead.train.run.folder import BEST_BY
 
 UNKNOWN = "not recorded"
@@ -67,7 +61,7 @@ def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
     return [(printable(name, LONGEST), printable(value, LONGEST)) for name, value in rows]
 
 
-def acceptance(counts: dict[TreePath, int] | None) -> str:
+def acceptance(counts: dict[tuple[int, ...], int] | None) -> str:
     """The mean of what trees of BEST_BY nodes bring, where that was measured."""
     if not counts or not counts.get(()):
         return "not measured"

@@ -31,7 +31,8 @@ from drafthead.lab.building.budget import (
     minutes_for,
     rows_of_steps,
 )
-from drafthead.lab.building.folder import STAGES, BuildFolder, Choices, Facts
+from drafthead.lab.building.choices import Choices
+from drafthead.lab.building.folder import STAGES, BuildFolder, Facts
 from drafthead.lab.building.prompts import read_rows
 from drafthead.lab.building.view import View
 from drafthead.lab.learning_curve import LearningCurve, in_words, what_more_would_bring
@@ -338,11 +339,10 @@ class Building:
                 model=self.model, draft=str(self.head), batch=1, temperature=0.0,
                 compile=self.choices.compile, fresh=False, output=self.path / "tree.json",
             )  # fmt: skip
-        words = ["--data", str(self.source.held_out), "--save-acceptance"]
+        measured = {"data": self.source.held_out, "save_acceptance": True}
         return {
             "tau": tau, "said": [f"tau at {BEST_BY} nodes with the head: {tau:.2f}"],
-            "by_hand": f"drafthead head evaluate {quote(str(self.head))} "
-            f"{self.choices.model_options} {join(words)}",
+            "by_hand": self.choices.command(f"head evaluate {quote(str(self.head))}", measured),
         }  # fmt: skip
 
     def measure(self, head: Path, output: Path, save: bool, limit: int = 200) -> float:
@@ -396,9 +396,10 @@ class Building:
             verdict += f"; {spoken(other.mode)} alone has {share:.0%} of that speed"
         return {
             "fastest": best.mode, "headline": verdict,
-            "by_hand": f"drafthead compare{self.options_of(self.drafts)} --prompts "
-            f"{quote(str(prompts))} --limit {limit} --rounds 1 --max-new-tokens {tokens} "
-            f"--output {quote(str(self.raced))}",
+            "by_hand": self.choices.command("compare", {
+                "draft": self.drafts, "compile": self.choices.compile, "prompts": prompts,
+                "limit": limit, "rounds": 1, "max_new_tokens": tokens, "output": self.raced,
+            }),
         }  # fmt: skip
 
     def race_with(
@@ -411,11 +412,6 @@ class Building:
             self.choices.compile, output,
         )  # fmt: skip
         return read_race(output)[0]
-
-    def options_of(self, drafts: list[str]) -> str:
-        """The options that name the target, what drafts, and whether passes are compiled."""
-        named = "".join(f" --draft {quote(draft)}" for draft in drafts)
-        return f" {self.choices.model_options}{named}{self.choices.compile_option}"
 
     def export(self) -> Facts:
         """The servers that can read the head, each layout checked against its reader."""
@@ -460,9 +456,9 @@ class Building:
         """The command of the fastest way of decoding."""
         drafts, target = drafts_of(self.fact("race", "fastest"), self.drafts), self.choices.target
         compiled = "" if self.choices.compile is None else f", compile={self.choices.compile}"
+        how = {"draft": drafts, "compile": self.choices.compile}
         lines = [
-            f"  drafthead chat{self.options_of(drafts)}",
-            f"  drafthead serve{self.options_of(drafts)}",
+            *(f"  {self.choices.command(verb, how)}" for verb in ("chat", "serve")),
             "  from drafthead.infer import Decoder",
             f"  decoder = Decoder.from_pretrained({target!r}, draft={drafts!r}{compiled})",
             '  print(decoder.generate(["..."], max_new_tokens=128).texts[0])',

@@ -17,7 +17,8 @@ from drafthead.heads.formats import read_foreign
 from drafthead.heads.formats.base import TargetFacts
 from drafthead.heads.formats.checkpoint import local_copy
 from drafthead.heads.formats.drafthead import is_own_folder
-from drafthead.lab.building.folder import RECORD, BuildFolder, Choices
+from drafthead.lab.building.choices import Choices
+from drafthead.lab.building.folder import RECORD, BuildFolder
 from drafthead.lab.building.prompts import read_rows, row_of, write_rows
 from drafthead.lab.learning_curve import in_words
 from drafthead.lab.reports.comparison import fastest

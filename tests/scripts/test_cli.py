@@ -25,11 +25,12 @@ from drafthead.heads.formats.loading import load_head
 from drafthead.infer import Decoder
 from drafthead.infer.planning.planner import PlannerSettings
 from drafthead.infer.request.generation_config import KNOWN, PREPARED
+from drafthead.lab.building.choices import FAMILIES
 from drafthead.lab.races.contestants import Ours
 from drafthead.lab.races.race import RacedAnswers as Answered
 from drafthead.scripts import cli
-from drafthead.scripts.options import FAMILIES, Answers, Model
 from drafthead.scripts.options import FORMATS as LISTED
+from drafthead.scripts.options import Answers, Model
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from drafthead.lab.building.budget import (
     minutes_for,
     rows_of_steps,
 )
-from drafthead.lab.building.folder import STAGES, BuildFolder, Choices
+from drafthead.lab.building.choices import Choices
+from drafthead.lab.building.folder import STAGES, BuildFolder
 from drafthead.lab.building.prompts import (
     PromptFiles,
     add_about_texts,
@@ -45,7 +46,9 @@ from drafthead.train.prompts.invention import TooFewMessagesError
 from drafthead.train.run.config import load_run_config
 
 DEMO_TARGET = Path(__file__).parents[3] / "assets" / "demo_target"
-CHOICES = Choices("model", "auto", "cpu", (), 64, 0, "eagle3", 5.0, False)
+CHOICES = Choices(
+    target="model", dtype="auto", device="cpu", max_new_tokens=64, minutes=5.0, compile=False
+)
 
 
 def test_time_goes_to_answers_where_they_are_dear_and_to_learning_where_that_is() -> None:
