@@ -374,17 +374,12 @@ class Answers:
             config = GenerationConfig(do_sample=self.temperature > 0, **given)
         except ValueError as error:
             raise UserError(f"--set: {first_line(error)}") from error
+        others = ("setting", "template_arguments")
         return {
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "generation_config": config,
-            "chat_template_kwargs": self.template_arguments,
-            "verifier": rule,
-            "logprobs": logprobs,
-        }
+            **{name: value for name, value in vars(self).items() if name not in others},
+            "generation_config": config, "chat_template_kwargs": self.template_arguments,
+            "verifier": rule, "logprobs": logprobs,
+        }  # fmt: skip
 
 
 @settings(kw_only=True)

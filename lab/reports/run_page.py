@@ -30,7 +30,7 @@ from drafthead.lab.reports.comparison import (
     race_table,
 )
 from drafthead.lab.reports.report import OURS, THEIRS, Report, Table, machine_line, number, page
-from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary
+from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, summarize
 
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
@@ -53,6 +53,26 @@ def run_page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Se
     """The page, of today. All text is escaped."""
     dated = [*facts, ("date", date.today().isoformat())]
     return page("run_page.html", {"title": title, "facts": dated, "sections": sections})
+
+
+def report_of(
+    run: Path, races: Sequence[Path] = (), doctor: Path | None = None, traces: Sequence[Path] = ()
+) -> str:
+    """The page of a training run and of what was measured of its head."""
+    record, summary = read_json(run / "run.json"), summarize(run)
+    settings = record["settings"]
+    text = yaml.safe_dump(settings, sort_keys=False)
+    sections = [
+        training_section(run),
+        *([held_out_section(summary.evaluation)] if summary.evaluation else []),
+        *map(comparison_section, races),
+        *([doctor_section(doctor)] if doctor is not None else []),
+        *map(trace_section, traces),
+        Section("Settings", summary="the run's configuration", text=text),
+    ]
+    # The target's name alone: the page is made to be sent, and the path is in the settings.
+    title = f"{settings['head']['family']} for {Path(settings['target']['name']).name}"
+    return run_page(title, facts_of(record, summary), sections)
 
 
 def training_section(folder: Path) -> Section:
@@ -173,12 +193,6 @@ def trace_section(file: Path) -> Section:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the trace {file}: {error}") from error
     return Section(f"An answer, step by step ({file.name})", pages=[page])
-
-
-def settings_section(record: dict[str, Any]) -> Section:
-    """The settings of a run."""
-    text = yaml.safe_dump(record["settings"], sort_keys=False)
-    return Section("Settings", summary="the run's configuration", text=text)
 
 
 def encoded(figure: Figure) -> str:

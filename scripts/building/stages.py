@@ -41,12 +41,18 @@ from drafthead.lab.races.race import PLAIN
 from drafthead.lab.races.record import drafts_by_name
 from drafthead.lab.reports.comparison import fastest, headline, named
 from drafthead.lab.reports.index import tokens_a_pass
-from drafthead.lab.reports.run_page import Section, comparison_section, read_race, run_page
+from drafthead.lab.reports.run_page import (
+    Section,
+    comparison_section,
+    read_race,
+    report_of,
+    run_page,
+)
 from drafthead.lab.servers.export_for import METHODS, export_for, read_head
 from drafthead.lab.trial import MOST_SECONDS, Trial, TrialOutOfMemoryError, run_trial
 from drafthead.scripts import compare, options
 from drafthead.scripts.data import index
-from drafthead.scripts.explain import report, tree
+from drafthead.scripts.explain import tree
 from drafthead.scripts.head import evaluate
 from drafthead.train.data.conversations import read_conversations
 from drafthead.train.run.config import load_run_config, written_override
@@ -439,7 +445,7 @@ class Building:
             race = replace(comparison_section(self.raced), headline=self.fact("race", "headline"))
             write_text(page, run_page(name, [], [use, race]))
             return {}
-        report.main(self.trained, comparison=[self.raced], output=page)
+        write_text(page, report_of(self.trained, [self.raced]))
         _, foreign = read_foreign(self.head, TargetFacts())
         text = card(f"OWNER/{name}-{self.choices.family}", foreign)
         write_text(self.head / "README.md", f"{text}\n{self.fact('race', 'headline')}\n")
