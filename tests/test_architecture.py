@@ -131,15 +131,15 @@ LIMITS = {
     "lines of infer": 10390,
     "lines of contrib": 1200,
     "lines of train": 7630,
-    "lines of lab": 6767,
+    "lines of lab": 6781,
     "lines of serve": 3509,
-    "lines of scripts": 2992,
+    "lines of scripts": 2967,
     "lines of C++": 4000,
     "chain of imports": 24,
     "class names in several files": 8,
     "docstrings that are a clause": 0,
-    "imports within functions": 133,
-    "names that lab takes from below": 175,  # beside those of `drafthead.infer`
+    "imports within functions": 115,
+    "names that lab takes from below": 178,  # beside those of `drafthead.infer`
     "% of tensor functions without shape": 5.0,
 }
 

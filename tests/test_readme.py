@@ -9,8 +9,9 @@ import pytest
 import typer
 
 from drafthead.heads.formats import FORMATS
+from drafthead.lab.building.choices import BuildOptions
 from drafthead.lab.servers.export_for import METHODS
-from drafthead.scripts import build, cli, options
+from drafthead.scripts import cli, options
 from drafthead.scripts.building import stages
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +71,7 @@ def test_a_line_of_a_page_or_of_help_is_one_of_the_command_line(
 
 
 def test_the_head_that_the_readme_builds_can_be_exported_as_it_says() -> None:
-    family = build.Built.family
+    family = BuildOptions.family
     (export,) = [words for words in LINES if verb_of(words) == "head export"]
     layouts = METHODS[export[export.index("--for") + 1]]
     assert any(family in FORMATS[layout].families for layout in layouts)

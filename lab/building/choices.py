@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from drafthead.core.settings import MaxNewTokens, Seed, settings
+from drafthead.core.settings import MaxNewTokens, Refusing, Seed, settings
+from drafthead.core.storage.names import refuse_missing_data, refuse_missing_head
 
 FILES = [Path(file.name) for file in resources.files("drafthead.configs").iterdir()]
 FAMILIES = ", ".join(sorted(f.stem for f in FILES if f.suffix == ".yaml" and "demo" not in f.stem))
@@ -20,6 +21,7 @@ class BuildOptions:
 
     prompts: Annotated[
         tuple[str, ...],
+        Refusing(refuse_missing_data),
         Field(
             description="Prompts like those of your users: a file, folder or data set. Repeatable. "
             "Without it, the model invents prompts."
@@ -34,6 +36,7 @@ class BuildOptions:
     ] = "eagle3"
     init_from: Annotated[
         str | None,
+        Refusing(refuse_missing_head),
         Field(
             description="Start from this head of the same --family, such as that of the model that "
             "yours is fine-tuned from: a folder, OWNER/NAME on the hub, or smollm2-eagle3."

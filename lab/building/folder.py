@@ -59,7 +59,9 @@ class BuildFolder:
         Nothing is written here. Raises UserError for a choice that cannot change,
         and for a record that cannot be read.
         """
-        self.choices: Facts = json.loads(json.dumps(asdict(choices)))  # a list for a tuple
+        self.choices: Facts = json.loads(
+            json.dumps({"target": choices.target, **asdict(choices)})  # a list for a tuple
+        )
         file = self.path / RECORD
         if file.exists():
             try:

@@ -80,9 +80,7 @@ def sampled(seen: Examination) -> Finding | None:
 @check("another chat template")
 def other_template(seen: Examination) -> Finding | None:
     """Prompts are to be read as decoding renders them, whatever day the template writes."""
-    tokenizer = seen.patient.target.tokenizer
-    assert tokenizer is not None  # a target read from disk has one
-    if not tokenizer.chat_template:
+    if not seen.patient.tokenizer.chat_template:
         return None
     asked = [c for c in seen.patient.conversations if c.tokens is not None]
     if not asked:
@@ -109,19 +107,16 @@ def first_prompt(conversation: Conversation) -> list[int]:
 
 def rendered_prompt(conversation: Conversation, seen: Examination) -> list[int]:
     """The ids that decoding would give the target for the same messages on the same day."""
-    tokenizer = seen.patient.target.tokenizer
-    assert tokenizer is not None
     roles = [message["role"] for message in conversation.messages]
     before = conversation.messages[: roles.index("assistant") if "assistant" in roles else None]
-    rendering = Rendering(tokenizer, conversation.where, conversation.template_arguments)
+    tokenizer, arguments = seen.patient.tokenizer, conversation.template_arguments
+    rendering = Rendering(tokenizer, conversation.where, arguments)
     return rendering.dated(before, first_prompt(conversation)).ids(before, True)
 
 
 def shown(seen: Examination, ids: list[int]) -> str:
     """A few tokens as text."""
-    tokenizer = seen.patient.target.tokenizer
-    assert tokenizer is not None
-    return repr(str(tokenizer.decode(ids, skip_special_tokens=False)))
+    return repr(str(seen.patient.tokenizer.decode(ids, skip_special_tokens=False)))
 
 
 @check("taps of other layers")
@@ -177,9 +172,7 @@ def outside_vocabulary(seen: Examination) -> Finding | None:
 @check("answers that were cut")
 def cut(seen: Examination) -> Finding:
     """Check for cut answers: what comes late in answers is learnt from whole ones."""
-    tokenizer = seen.patient.target.tokenizer
-    assert tokenizer is not None
-    controls = special_ids(tokenizer)
+    controls = special_ids(seen.patient.tokenizer)
     lasts = [int(s.input_ids[s.supervised][-1]) for s in seen.patient.answers]
     share = sum(last not in controls for last in lasts) / len(lasts)
     evidence = f"{share:.0%} of {len(lasts)} answers have no end"
@@ -207,7 +200,6 @@ def overlap(seen: Examination) -> Finding | None:
     there = [source for source in sources if source and Path(source).exists()]
     if not there:
         return None
-    assert patient.target.tokenizer is not None
     try:
         tables = [
             token_table(
@@ -219,7 +211,7 @@ def overlap(seen: Examination) -> Finding | None:
                     patient.target.vocab_size,
                     data.get("template_arguments", {}),
                 ),
-                patient.target.tokenizer,
+                patient.tokenizer,
             )
             for source in there
         ]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drafthead.core.target.features import Features, FeatureSpec
 from drafthead.heads.base import DraftHead
@@ -51,6 +52,12 @@ class Patient:
     provenance: dict[str, Any]  # of the head: settings, data and evaluation of its training
     conversations: list[Conversation]
     answers: TokenTable  # of the conversations
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer."""
+        assert self.target.tokenizer is not None  # a target read from disk has one
+        return self.target.tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 import torch
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from drafthead.backends.cuda.recorded import Recorded
@@ -115,6 +116,7 @@ class RaceTurn(NamedTuple):
 
 
 Turns: TypeAlias = Mapping[str, RaceTurn]  # of one batch, by the contestants' modes
+TURNS = TypeAdapter(dict[str, RaceTurn])
 
 
 class RaceBatch(NamedTuple):
@@ -146,9 +148,7 @@ class UnfinishedRace:
         self.begun = bool(there)
         kept = [] if self.changed else there[1:]
         for place, turns in kept:
-            self.batches[RaceBatch(*place)] = {
-                mode: _read_turn(*turn) for mode, turn in turns.items()
-            }
+            self.batches[RaceBatch(*place)] = TURNS.validate_python(turns)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole lines only: what a stop has cut off would spoil the next line.
         write_text(path, "".join(json.dumps(line) + "\n" for line in (wanted, *kept)))
@@ -163,12 +163,6 @@ class UnfinishedRace:
     def end(self) -> None:
         """The race is over, and its report is written: the next one begins from nothing."""
         self.path.unlink(missing_ok=True)
-
-
-def _read_turn(answers: dict[str, Any], peak_memory_bytes: int) -> RaceTurn:
-    """A turn as `UnfinishedRace.add` wrote it."""
-    stats = answers["stats"] and DecodeStats(**answers["stats"])
-    return RaceTurn(RacedAnswers(**{**answers, "stats": stats}), peak_memory_bytes)
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -70,13 +72,10 @@ def runs(marked: SupervisedTokens, token_by_token: bool) -> list[tuple[list[int]
 
     Ids 5 6 7 with mask 0 1 1 make the runs ([5], 0) and ([6, 7], 1).
     """
-    pieces: list[tuple[list[int], bool]] = []
-    for token, learnt in zip(marked.input_ids, marked.mask, strict=True):
-        if pieces and pieces[-1][1] == learnt and not token_by_token:
-            pieces[-1][0].append(token)
-        else:
-            pieces.append(([token], learnt))
-    return pieces
+    pairs = zip(marked.input_ids, marked.mask, strict=True)
+    if token_by_token:
+        return [([token], learnt) for token, learnt in pairs]
+    return [([token for token, _ in run], learnt) for learnt, run in groupby(pairs, itemgetter(1))]
 
 
 def paint(

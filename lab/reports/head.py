@@ -9,11 +9,13 @@ from typing import Any
 from rich.markup import escape
 
 from drafthead.core.printing import printable
-from drafthead.heads.formats.base import Foreign, Format
-from drafthead.heads.growing.static import TREE_SIZES, grow_tree
+from drafthead.core.target.gguf_files import ACCOUNT_FILE, model_folder
+from drafthead.heads.formats import build_head, read_foreign
+from drafthead.heads.formats.base import Foreign, Format, TargetFacts
+from drafthead.heads.growing.static import grow_tree
 from drafthead.lab.reports.report import Report, Table, number
-from drafthead.train.data.sequences import TokenTable
-from drafthead.train.learning.evaluation import CATEGORY_NODES, SHORT_CHAIN, Evaluation
+from drafthead.train.learning.evaluation import SHORT_CHAIN, TREE_SIZES, Evaluation
+from drafthead.train.learning.ranks import Ranked
 from drafthead.train.run.folder import BEST_BY
 
 UNKNOWN = "not recorded"
@@ -28,6 +30,20 @@ TAU_NOTE = (
     "each column uses trees of one size at every step; in compare, tau is often smaller because "
     "only trees that pay on the machine are used; the progress bar of training counts all positions"
 )
+
+
+def described(path: Path) -> tuple[Table, list[str]]:
+    """The contents of a head's checkpoint, or the facts of a GGUF file, as a table; and notes."""
+    account, notes = Path(model_folder(path)) / ACCOUNT_FILE, list[str]()
+    if account.exists():
+        rows = rows_of_file(json.loads(account.read_text(encoding="utf-8")), account.parent)
+    else:
+        known, foreign = read_foreign(path, TargetFacts())
+        if not foreign.needs_target:
+            build_head(foreign, path)
+        rows, notes = rows_of(known, foreign), [*map(printable, foreign.notes)]
+    cells = [[escape(cell) for cell in row] for row in rows]
+    return Table(escape(printable(str(path))), ("", "value"), cells), notes
 
 
 def rows_of(known: Format, foreign: Foreign) -> list[tuple[str, str]]:
@@ -85,7 +101,7 @@ def rows_of_file(account: dict[str, Any], folder: Path) -> list[tuple[str, str]]
         *((key, "is followed") for key in account["keys_used"]),
         *((key, "changes nothing") for key in account["keys_neutral"]),
     ]
-    return [(escape(printable(name)), escape(printable(value))) for name, value in rows]
+    return [(printable(name), printable(value)) for name, value in rows]
 
 
 def checked(foreign: Foreign) -> str:
@@ -104,7 +120,7 @@ def vocabulary(foreign: Foreign) -> str:
 
 def evaluation_report(
     found: dict[str, Evaluation],
-    tables: dict[str, TokenTable],
+    ranked: dict[str, Ranked],
     lengths: dict[str, dict[str, dict[str, float]]],  # of each file, see `by_length`
     training: Sequence[str],
     about: dict[str, Any],
@@ -116,7 +132,7 @@ def evaluation_report(
     trees = ["chain", f"chain of {SHORT_CHAIN}", *(f"{nodes} nodes" for nodes in TREE_SIZES)]
     taus = [
         [
-            *(Path(source).name, str(len(tables[source])), str(e.anchors)),
+            *(Path(source).name, str(len(ranked[source].data.sequences)), str(e.anchors)),
             *map(number, (e.tau_chain, e.tau_short_chain, *map(e.tau_tree.get, TREE_SIZES))),
         ]
         for source, e in found.items()
@@ -126,7 +142,7 @@ def evaluation_report(
     for source, evaluation in found.items():
         if len(evaluation.categories) > 1:
             kinds = [(name, number(tau)) for name, tau in evaluation.categories.items()]
-            title = f"{Path(source).name}: tau at {CATEGORY_NODES} nodes by category"
+            title = f"{Path(source).name}: tau at {BEST_BY} nodes by category"
             shown.append(Table(title, ["category", "tau"], kinds))
     for source, by_length in lengths.items():
         rows = [

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from drafthead.core.storage.files import write_json, write_text
+from drafthead.core.storage.files import replacing, write_json, write_text
 
 matplotlib.use("agg")
 
@@ -80,7 +81,8 @@ class Report:
             write_text(file.with_suffix(".md"), text + "\n")
             names.append(file.with_suffix(".md").name)
         if self.draw is not None:
-            save_figure(self.draw(), file.with_suffix(".png"))
+            with replacing(file.with_suffix(".png")) as temporary:
+                temporary.write_bytes(png(self.draw()))
             names.append(file.with_suffix(".png").name)
         print(f"written: {', '.join(names)}")
 
@@ -124,10 +126,10 @@ def machine_line(about: Mapping[str, Any]) -> str:
     )
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a picture and free its memory; after a crash the old or the new one is there."""
-    temporary = path.with_name(path.name + ".tmp")
+def png(figure: Figure) -> bytes:
+    """A picture as a PNG file; its memory is free then."""
+    file = BytesIO()
     figure.tight_layout()
-    figure.savefig(temporary, dpi=130, format="png")
+    figure.savefig(file, dpi=130, format="png")
     plt.close(figure)
-    temporary.replace(path)
+    return file.getvalue()

@@ -5,13 +5,11 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import yaml
 from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,8 +27,17 @@ from drafthead.lab.reports.comparison import (
     named,
     race_table,
 )
-from drafthead.lab.reports.report import OURS, THEIRS, Report, Table, machine_line, number, page
-from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, RunSummary, summarize
+from drafthead.lab.reports.report import (
+    OURS,
+    THEIRS,
+    Report,
+    Table,
+    machine_line,
+    number,
+    page,
+    png,
+)
+from drafthead.train.run.folder import EVALUATION_FILE, METRICS_FILE, summarize
 
 SMOOTHED = 50  # points of a curve at most; each is a mean of neighbouring steps
 
@@ -70,9 +77,19 @@ def report_of(
         *map(trace_section, traces),
         Section("Settings", summary="the run's configuration", text=text),
     ]
+    data = settings["data"]["train"]  # one source, or several with weights
+    minutes, versions = round(summary.seconds / 60, 1), record["versions"].items()
     # The target's name alone: the page is made to be sent, and the path is in the settings.
-    title = f"{settings['head']['family']} for {Path(settings['target']['name']).name}"
-    return run_page(title, facts_of(record, summary), sections)
+    target, family = Path(settings["target"]["name"]).name, settings["head"]["family"]
+    facts = [
+        ("target", target),
+        ("family", family),
+        ("data", data if isinstance(data, str) else json.dumps(data)),
+        ("trained on", f"{summary.supervised_tokens:,} tokens in {minutes:g} minutes"),
+        ("finished", "yes" if record["finished"] else "no"),
+        ("versions", ", ".join(f"{name} {one}" for name, one in versions)),
+    ]
+    return run_page(f"{family} for {target}", facts, sections)
 
 
 def training_section(folder: Path) -> Section:
@@ -93,7 +110,9 @@ def training_section(folder: Path) -> Section:
         ax.set_ylabel(name)
     if held_out:
         axes[2].plot(*zip(*held_out, strict=True), "o", color=THEIRS)
-    return Section("Training", what_more_would_bring(folder), pictures=[encoded(figure)])
+    return Section(
+        "Training", what_more_would_bring(folder), pictures=[b64encode(png(figure)).decode()]
+    )
 
 
 def curve(steps: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
@@ -193,26 +212,3 @@ def trace_section(file: Path) -> Section:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the trace {file}: {error}") from error
     return Section(f"An answer, step by step ({file.name})", pages=[page])
-
-
-def encoded(figure: Figure) -> str:
-    """A picture as a PNG file in base64."""
-    file = BytesIO()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110, format="png")
-    plt.close(figure)
-    return b64encode(file.getvalue()).decode()
-
-
-def facts_of(record: dict[str, Any], summary: RunSummary) -> list[tuple[str, str]]:
-    """The lines at the head of the page; `record` is the `run.json` of the run."""
-    settings, minutes = record["settings"], summary.seconds / 60
-    data = settings["data"]["train"]  # one source, or several with weights
-    return [
-        ("target", Path(settings["target"]["name"]).name),
-        ("family", settings["head"]["family"]),
-        ("data", data if isinstance(data, str) else json.dumps(data)),
-        ("trained on", f"{summary.supervised_tokens:,} tokens in {round(minutes, 1):g} minutes"),
-        ("finished", "yes" if record["finished"] else "no"),
-        ("versions", ", ".join(f"{name} {one}" for name, one in record["versions"].items())),
-    ]

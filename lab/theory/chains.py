@@ -11,6 +11,7 @@ from drafthead.core.drafting.drafter import Committed, Drafter
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import SamplingConfig
 from drafthead.core.target.features import FeatureSpec
+from drafthead.core.target.loading import vocabulary_of
 from drafthead.core.target.target import TargetOutput
 from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
@@ -20,10 +21,10 @@ from drafthead.heads.formats.loading import load_head
 from drafthead.infer import Decoder, Target
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.infer.drafters.model_drafter import load_draft_model, model_drafter
-from drafthead.infer.drafters.store_lookup import DEPTH, LookupChains
+from drafthead.infer.drafters.store_lookup import DEPTH, LookupChains, load_table
 from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.engine.stepper import Stepper
-from drafthead.infer.loading.loaded import NamedDraft, store_lookup
+from drafthead.infer.loading.loaded import NamedDraft
 from drafthead.infer.request.request import Request
 from drafthead.infer.verifiers import VERIFIERS
 from drafthead.lab.speedup_model import MAX_CHAIN
@@ -64,7 +65,9 @@ def named_chains(name: str, draft: NamedDraft, target: Target, dtype: str) -> Ch
     if draft.name == "model":
         return model_chains(name, load_draft_model(draft.argument, target, dtype), target)
     if draft.name == "ngrams":
-        drafter = LookupChains(store_lookup(Path(draft.argument), target).table)
+        assert target.tokenizer is not None  # a target read from disk has one
+        table = load_table(Path(draft.argument), vocabulary_of(target.tokenizer))
+        drafter = LookupChains(table)
         return Chains(name, target, DEPTH, lambda n: drafter)  # shorter where little is known
     raise UserError(f"the theory is of chains, which {draft.name} do not draft: leave them out")
 

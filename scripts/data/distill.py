@@ -9,6 +9,8 @@ from pydantic import Field
 from drafthead.core.errors import UserError
 from drafthead.core.settings import AtLeastOne, CompileSwitch, settings
 from drafthead.scripts import options
+from drafthead.train.data.left_out import LeftOut
+from drafthead.train.jobs.outputs import full_disk_named
 from drafthead.train.settings import AnsweringOptions, DistillSettings
 
 if TYPE_CHECKING:
@@ -73,11 +75,9 @@ def main(*, model: options.Model, asked: Asked, answered: AnsweringOptions, wher
     from drafthead.core.target.chat_template import check_template_arguments
     from drafthead.lab.reports.data_set import print_report
     from drafthead.train.data.conversations import read_conversations
-    from drafthead.train.data.left_out import LeftOut
     from drafthead.train.distillation.answers import distill
     from drafthead.train.distillation.dialogue import sampled, with_system
     from drafthead.train.distillation.distilled_file import DistilledFile
-    from drafthead.train.jobs.outputs import full_disk_named
 
     refuse_unheeded(model, where)
     served = from_servers(model, where) if where.server else None

@@ -1,5 +1,6 @@
 """`drafthead data index`: counts of what a target has written, for lookup while decoding."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 from pydantic import Field
 
 from drafthead.core.errors import UserError
+from drafthead.core.storage.files import fresh_folder, write_text
 from drafthead.scripts import options
 
 WHOLE = 1 << 20  # tokens of a conversation: nothing is cut
@@ -39,9 +41,7 @@ def main(
     almost no cost. This works well if the model answers many similar requests, and better with more
     answers. One prompt of 50 is held out to report the tokens per pass that the table reaches.
     """
-    import json
 
-    from drafthead.core.storage.files import fresh_folder, write_text
     from drafthead.core.target.any_target import tokenizer_named
     from drafthead.core.target.loading import vocabulary_of
     from drafthead.infer.drafters.ngram_table import NgramTable

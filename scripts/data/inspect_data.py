@@ -6,6 +6,7 @@ import typer
 
 from drafthead.core.errors import UserError
 from drafthead.scripts import options
+from drafthead.train.data.left_out import LeftOut
 
 
 def main(
@@ -38,7 +39,6 @@ def main(
     from drafthead.lab.reports.data_set import show_conversations, summarise, summary_table
     from drafthead.lab.reports.report import print_table
     from drafthead.train.data.conversations import read_conversations
-    from drafthead.train.data.left_out import LeftOut
 
     left_out = LeftOut(rows.strict)
     conversations = read_conversations(data, rows.prompt_column, left_out=left_out)

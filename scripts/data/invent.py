@@ -9,6 +9,7 @@ from pydantic import Field
 from drafthead.core.errors import UserError
 from drafthead.core.settings import AtLeastOne, CompileSwitch, DeviceName, settings
 from drafthead.scripts import options
+from drafthead.train.jobs.outputs import ResumableRows
 from drafthead.train.settings import Inventing, InventSettings
 
 
@@ -71,7 +72,6 @@ def main(
     from drafthead.core.target.any_target import load_decoder_only
     from drafthead.infer import Decoder
     from drafthead.train.data.conversations import read_conversations
-    from drafthead.train.jobs.outputs import ResumableRows
     from drafthead.train.prompts.invention import TooFewMessagesError, invent, log_report
     from drafthead.train.prompts.message_source import MessageSource, first_messages
 

@@ -74,7 +74,7 @@ def main(
     lengths = {source: by_length(answers) for source, answers in ranked.items()}
     training = what_more_would_bring(head.parent if head.name == BEST_FOLDER else head)
     about = {**describe_run(model.target, target), "head": str(head)}
-    options.finish(evaluation_report(found, tables, lengths, training, about), output)
+    options.finish(evaluation_report(found, ranked, lengths, training, about), output)
     if save_acceptance:
         save(head, found)
 

@@ -3,6 +3,8 @@
 The file is not called `import.py`, because no import statement can name that.
 """
 
+from drafthead.core.printing import printable
+from drafthead.core.storage.files import fresh_folder
 from drafthead.scripts import options
 
 
@@ -17,8 +19,6 @@ def main(
     checked copy in safetensors, in the same number type. The format is recognised from the files,
     and nothing in them is executed. A head that drafthead would compute differently is refused.
     """
-    from drafthead.core.printing import printable
-    from drafthead.core.storage.files import fresh_folder
     from drafthead.core.target.any_target import load_decoder_only
     from drafthead.heads.formats import build_head, read_foreign
     from drafthead.heads.formats.base import TargetFacts

@@ -12,6 +12,7 @@ from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.heads.formats.drafthead import save_head
 from drafthead.infer import Decoder
+from drafthead.lab.building.choices import BuildOptions, Choices
 from drafthead.scripts import build, options
 from drafthead.scripts.building.tuning import Tuning
 from drafthead.serve.app import make_app
@@ -40,8 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tune(place: Path, **changes: object) -> None:
     model = options.Model(target=str(place / "target"), dtype="float32", device="cpu")
     given = {"before": place / "head", "data": place / "served.jsonl", "minutes": 0.05, **changes}
-    before, data = given.pop("before"), given.pop("data")
-    build.main(model=model, built=build.Built(compile=False, before=before, data=data), **given)
+    build.main(model=model, build=BuildOptions(compile=False), **given)
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_rows_that_teach_nothing_are_left_out(place, tmp_path) -> None:
     served = tmp_path / "served.jsonl"
     served.write_text(json.dumps(nothing) + "\n\n" + "".join(lines) + lines[0][:40])
     model = options.Model(target="model", dtype="float32", device="cpu")
-    tuning = Tuning(build.Built().choices(model, 1), tmp_path, served, tmp_path / "new")
+    tuning = Tuning(Choices(**vars(model), minutes=1), tmp_path, served, tmp_path / "new")
     tuning._part()
     files = tuning.source.answers, tuning.source.held_out
     rows = [row for path in files for row in path.read_text().splitlines(keepends=True)]

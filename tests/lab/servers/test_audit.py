@@ -24,7 +24,6 @@ from drafthead.lab.races.record import QUESTIONS
 from drafthead.lab.servers.acceptance import by_position, misread, rebuilt, same
 from drafthead.lab.servers.asked import AskedServer, DraftCounters, counted
 from drafthead.lab.servers.audit import CHECKS, Audit
-from drafthead.train.distillation.connection import ServedModel, ServerConnection
 
 MODEL = Path(__file__).parents[3] / "assets" / "demo_target"
 NEW = 8
@@ -119,10 +118,7 @@ def audited(decoder):
     def audit(**options) -> Iterator[Audit]:
         completions = Faulty(decoder, **options)
         with serving(completions) as url:
-            ends = frozenset([decoder.tokenizer.eos_token_id])
-            server = AskedServer(
-                ServerConnection(url), ServedModel("served", None), decoder.tokenizer, ends
-            )
+            server = AskedServer(url, None, str(MODEL), decoder.tokenizer)
             prompts = [encode_one(text, decoder.tokenizer) for text in QUESTIONS[:3]]
             yield Audit(server, decoder.target, prompts, NEW, samples=120)
 
