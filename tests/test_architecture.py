@@ -125,17 +125,17 @@ def test_the_loop_imports_only_what_its_steps_need() -> None:
 # What a figure may be at most. The house is still larger than it should be: a figure that falls
 # takes its limit with it.
 LIMITS = {
-    "lines of core": 8949,
-    "lines of heads": 10286,
+    "lines of core": 8911,
+    "lines of heads": 10284,
     "lines of backends": 4393,
-    "lines of infer": 10390,
+    "lines of infer": 10346,
     "lines of contrib": 1200,
     "lines of train": 7630,
     "lines of lab": 6781,
     "lines of serve": 3509,
     "lines of scripts": 2967,
     "lines of C++": 4000,
-    "chain of imports": 24,
+    "chain of imports": 23,
     "class names in several files": 8,
     "docstrings that are a clause": 0,
     "imports within functions": 115,
