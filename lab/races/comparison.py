@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from drafthead.infer import Target
 from drafthead.infer.answers.results import repeated_ngram_share
 from drafthead.lab.races.divergence import Divergence, divergence
-from drafthead.lab.races.race import GENERATE, PLAIN, RaceRecord
+from drafthead.lab.races.race import GENERATE, PLAIN, RaceRecord, bound, parts_of
 
 RESAMPLES = 1000
 
@@ -99,8 +99,9 @@ def _row(
     sequences = [sequence for batch in batches for sequence in batch.sequences]
     speedups = _ratios(record, plain)
     speedups_hf = _ratios(record, generate)
-    stats, contestant, plain_ledger = record.stats(), record.contestant, plain.ledger()
-    drafted = record.ledger() if stats and record is not plain else None
+    stats, contestant, plain_stats = record.stats(), record.contestant, plain.stats()
+    assert plain_stats is not None  # of our engine
+    drafted = None if record is plain else stats
     return ComparisonRow(
         mode=contestant.mode,
         drafter=contestant.drafter,
@@ -116,14 +117,14 @@ def _row(
         accept_length_counts=dict(sorted(Counter(chain(*stats.accept_lengths)).items()))
         if stats
         else {},
-        draft_cost=drafted.parts(plain_ledger).draft if drafted else None,
+        draft_cost=parts_of(drafted, plain_stats).draft if drafted else None,
         steps=stats.steps if stats else None,
         phase_seconds=stats.seconds if stats else {},
         speedup=median(speedups),
         speedup_range=(min(speedups), max(speedups)),
         speedup_hf=median(speedups_hf),
         speedup_hf_range=(min(speedups_hf), max(speedups_hf)),
-        speedup_bound=drafted.bound(plain_ledger) if drafted else None,
+        speedup_bound=bound(drafted, plain_stats) if drafted else None,
         efficiency=median(speedups) / drafted.tau if drafted else None,
         repeated_8gram_share=repeated_ngram_share(sequences),
         answers_ended=sum(bool(end_ids & {*s[-1:]}) for s in sequences) / len(sequences),

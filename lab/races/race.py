@@ -32,48 +32,34 @@ STEP_PHASES = ("draft", "verify", "accept", "commit")
 HOST = "host"
 
 
-@dataclass(frozen=True)
-class StepLedger:
-    """The phases of an average step, and its yield.
+def seconds_of(stats: DecodeStats) -> dict[str, float]:
+    """The phases of an average step, and the rest of it under HOST; together they are the step.
 
     On a GPU kernels go on running after their phase has ended: their time then counts in the phase
     that waits for them, which is `accept`. The step as a whole is right on every device. A compiled
     step under `greedy` or `match` accepts within the graph of its pass, and small drafts are made
-    there too: it is all `verify`.
+    there too: it is all `verify`. Raises UserError if no step was counted.
     """
-
-    seconds: dict[str, float]  # of a step, by phase; they add up to `step_seconds`
-    step_seconds: float
-    steps: int
-    nodes: float  # scored by the target per row and step, on average
-    tau: float
-    tokens_per_second: float
-
-    def parts(self, plain: "StepLedger") -> StepParts:
-        """The step in steps of plain decoding."""
-        host = self.seconds["accept"] + self.seconds["commit"] + self.seconds[HOST]
-        draft, verify = self.seconds["draft"], self.seconds["verify"]
-        return StepParts(*(part / plain.step_seconds for part in (draft, verify, host)))
-
-    def bound(self, plain: "StepLedger") -> float:
-        """tau over the step's phases in plain steps: the speedup, if nothing took time but them."""
-        phases = sum(self.seconds[phase] for phase in STEP_PHASES)
-        return self.tau * plain.step_seconds / phases
-
-
-def ledger_of(stats: DecodeStats) -> StepLedger:
-    """The ledger of an engine's statistics; raises UserError if they count no step."""
     if not stats.steps:
         raise UserError(
             "no answer goes beyond its first token, so there is no step to account for: allow more "
             "new tokens, or use other prompts"
         )
-    step = stats.decode_seconds / stats.steps
     seconds = {phase: stats.seconds[phase] / stats.steps for phase in STEP_PHASES}
-    seconds[HOST] = step - sum(seconds.values())
-    return StepLedger(
-        seconds, step, stats.steps, stats.nodes_per_step, stats.tau, stats.tokens_per_second
-    )
+    return seconds | {HOST: stats.decode_seconds / stats.steps - sum(seconds.values())}
+
+
+def parts_of(stats: DecodeStats, plain: DecodeStats) -> StepParts:
+    """A step in steps of plain decoding."""
+    own, whole = seconds_of(stats), sum(seconds_of(plain).values())
+    host = own["accept"] + own["commit"] + own[HOST]
+    return StepParts(*(part / whole for part in (own["draft"], own["verify"], host)))
+
+
+def bound(stats: DecodeStats, plain: DecodeStats) -> float:
+    """tau over the step's phases in plain steps: the speedup, if nothing took time but them."""
+    own = seconds_of(stats)
+    return stats.tau * sum(seconds_of(plain).values()) / sum(own[phase] for phase in STEP_PHASES)
 
 
 PLAIN, GENERATE = "plain", "generate"  # the two baselines' modes
@@ -198,12 +184,6 @@ class RaceRecord:
         """The engine's statistics of all rounds, added up; None for another engine."""
         stats = [a.stats for answers in self.answers for a in answers if a.stats is not None]
         return summed(stats) if stats else None
-
-    def ledger(self) -> StepLedger:
-        """The time of our engine's steps by phase; raises UserError without any step."""
-        stats = self.stats()
-        assert stats is not None, "another engine has no ledger"
-        return ledger_of(stats)
 
 
 def in_batches(prompts: Sequence[list[int]], size: int) -> list[Sequence[list[int]]]:

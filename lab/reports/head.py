@@ -27,7 +27,7 @@ BY_DEPTH = (
     ("right tokens among the first eight guesses, at all positions", "top 8", "top8"),
 )
 TAU_NOTE = (
-    "each column uses trees of one size at every step; in compare, tau is often smaller because "
+    "tau: each column uses trees of one size at every step; in compare it is often smaller, as "
     "only trees that pay on the machine are used; the progress bar of training counts all positions"
 )
 

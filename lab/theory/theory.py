@@ -9,7 +9,15 @@ from tqdm import tqdm
 from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder, Target
 from drafthead.lab.races.contestants import Ours
-from drafthead.lab.races.race import PLAIN, Contestant, RaceRecord, in_batches, prepare, race
+from drafthead.lab.races.race import (
+    PLAIN,
+    Contestant,
+    RaceRecord,
+    in_batches,
+    parts_of,
+    prepare,
+    race,
+)
 from drafthead.lab.races.terms import RaceTerms
 from drafthead.lab.speedup_model import (
     ChainPrediction,
@@ -124,10 +132,9 @@ def theory_of(
     """Return what was measured of a drafter's answers, beside what the theory makes of it."""
     sampling, longest = record.contestant.sampling, chains.longest
     length = min(length, longest)
-    ledger, plain_ledger = record.ledger(), plain.ledger()
-    step, operations = ledger.parts(plain_ledger), operations_ratio(chains, length)
-    stats = record.stats()
-    assert stats is not None  # of our engine
+    stats, plain_stats = record.stats(), plain.stats()
+    assert stats is not None and plain_stats is not None  # of our engine
+    step, operations = parts_of(stats, plain_stats), operations_ratio(chains, length)
     accept_lengths = stats.accept_lengths
     flat = [n for answer in accept_lengths for n in answer]
     prediction = predict_chain(flat, length, step.draft / length, longest)
@@ -146,12 +153,12 @@ def theory_of(
         chances_at_steps=mean_at_steps(chances, accept_lengths),
         operations_cost=operations,
         step=step,
-        plain=plain_ledger.parts(plain_ledger),
+        plain=parts_of(plain_stats, plain_stats),
         prediction=prediction,
         lengths=length_rows(prediction, operations, longest),
-        tau=ledger.tau,
-        tokens_per_second=ledger.tokens_per_second,
-        plain_tokens_per_second=plain_ledger.tokens_per_second,
+        tau=stats.tau,
+        tokens_per_second=stats.tokens_per_second,
+        plain_tokens_per_second=plain_stats.tokens_per_second,
     )
 
 

@@ -21,7 +21,7 @@ from drafthead.lab.races.race import (
     Contestant,
     RacedAnswers,
     RaceRecord,
-    StepLedger,
+    bound,
     prepare,
     race,
 )
@@ -68,10 +68,10 @@ def test_alpha_counts_only_tokens_that_were_tried() -> None:
 
 
 def test_the_bound_is_tau_over_the_cost_of_a_step() -> None:
-    phases = {"draft": 0.2, "verify": 1.2, "accept": 0.05, "commit": 0.05, "host": 0.5}
-    ledger = StepLedger(phases, 2.0, 1, 4.0, tau=3.0, tokens_per_second=1.5)
-    plain = StepLedger({"verify": 1.0, "host": 0.0}, 1.0, 1, 1.0, tau=1.0, tokens_per_second=1.0)
-    assert ledger.bound(plain) == pytest.approx(2.0)
+    phases = {"draft": 0.2, "verify": 1.2, "accept": 0.05, "commit": 0.05}
+    stats = DecodeStats(phases, 2.0, 1, accept_lengths=[[3]], decoded_tokens=[3])
+    plain = DecodeStats({**dict.fromkeys(phases, 0.0), "verify": 1.0}, 1.0, 1)
+    assert bound(stats, plain) == pytest.approx(2.0)
 
 
 @pytest.fixture(scope="module")
