@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import EXPERTS, HEAD, LATENT, MLP, SIZES, tiny_model
+from architectures import DELTA, EXPERTS, HEAD, LATENT, MLP, SIZES, tiny_model
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +33,10 @@ from drafthead.train.run.trainables import new_head
 WEIGHTS, COPIED = "model.safetensors", ("embed_tokens.weight", "shared_head.head.weight")
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 ONE = {"num_nextn_predict_layers": 1}
+HYBRID = {
+    **DELTA, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"],
+}  # fmt: skip
 KINDS = {
     "deepseek_v3": {**MLP, **LATENT, **ONE},  # latent attention, experts
     "glm4_moe": {
@@ -45,11 +49,17 @@ KINDS = {
     },
     "qwen2": {**HEAD, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"],
               "mtp_hidden_states_first": True},  # MiMo: transformers knows its body as Qwen2
+    # Transformers runs these two's layers only where it is told that there is one.
+    "qwen3_next": HYBRID,
+    "qwen3_5_text": HYBRID,
 }  # fmt: skip
+QWEN = ("mtp.", "layers.0.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm")
 AROUND = {
     "deepseek_v3": ("model.layers.2.", "", "enorm hnorm eh_proj shared_head.norm"),
     "glm4_moe": ("model.layers.2.", "", "enorm hnorm eh_proj shared_head.norm"),
-    "mellum": ("mtp.", "layers.0.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
+    "mellum": QWEN,
+    "qwen3_next": QWEN,
+    "qwen3_5_text": QWEN,
     "qwen2": (
         *("model.mtp_layers.0.", ""),
         "token_layernorm hidden_layernorm input_proj final_layernorm",
