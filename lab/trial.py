@@ -123,9 +123,9 @@ def tried(config: RunConfig, most: float = MOST_SECONDS) -> Trial:
         while not steps or (len(steps) < MOST_STEPS and time.perf_counter() - began < most):
             rows = trainer.order.rows_of_step(len(steps))
             started = time.perf_counter()
-            sums = trainer.runner.run(len(steps), 0.5, rows)
+            _, in_target = trainer.runner.run(len(steps), 0.5, rows)
             seconds = time.perf_counter() - started
-            steps.append((data.supervised_in(rows), seconds, sums.target_seconds))
+            steps.append((data.supervised_in(rows), seconds, in_target))
         tokens, seconds, of_target = map(sum, zip(*(steps[1:] or steps), strict=True))
         return Trial(
             len(steps), len(rows), int(tokens), seconds, of_target,

@@ -295,11 +295,6 @@ def refuse_unlike(
         )
 
 
-def their_tensors(tensors: Mapping[str, torch.Tensor], renaming: Renaming = NAMES) -> Tensors:
-    """The tensors [...] of our head under a format's names."""
-    return {renaming.theirs(name): tensor for name, tensor in tensors.items()}
-
-
 def correction_keys(config: ParallelConfig) -> dict[str, Any]:
     """The configuration keys of DSpark's correction and confidence."""
     kinds = {ours: theirs for theirs, ours in CORRECTIONS.items()}

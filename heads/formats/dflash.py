@@ -36,7 +36,6 @@ from drafthead.heads.formats.block_parallel import (
     read_block,
     refuse_unlike,
     replayed,
-    their_tensors,
 )
 from drafthead.heads.formats.checkpoint import Checkpoint
 from drafthead.heads.formats.keys import Keys, Renaming, TargetLayers, our_taps
@@ -157,7 +156,7 @@ class BlockFiles(WritableFormat):
             **self.own_keys(config, named),
             "base_model_name_or_path": export.facts.name,
         }
-        return Written(with_output_bias(their_tensors(export.tensors, self.renaming)), described)
+        return Written(with_output_bias(self.renaming.written(export.tensors)), described)
 
     def own_keys(self, config: ParallelConfig, named: dict[str, Any]) -> dict[str, Any]:
         """The format's keys of the configuration; `named` are the mask token and the layer ids."""

@@ -233,16 +233,13 @@ def save_head(
         let_others_read(temporary)
     if head.path_counts is not None:
         write_acceptance(folder, head.path_counts)
+    sizes = target.hidden_size, target.vocab_size, target.num_layers
+    facts = TargetFacts(target_name, *sizes)
     description = {
         "drafthead_format": VERSION,
         "family": head.family,
         "head": asdict(head.config),
-        "target": {
-            "name": target_name,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "num_layers": target.num_layers,
-        },
+        "target": asdict(facts),
         "features": {
             "layers": list(head.features_needed.layers),
             "layer_convention": TAP_CONVENTION,

@@ -41,6 +41,7 @@ from drafthead.heads.formats.keys import (
     Parts,
     Place,
     Reasons,
+    Renaming,
     Size,
     TargetLayers,
     Token,
@@ -67,7 +68,11 @@ OUTPUTS, INPUTS = "output of layer", "input of layer"
 NORM_FLAGS = {"fc_norm": "each", "norm_before_fc": "joint"}
 SIDE_TENSORS = ("d2t", "t2d")
 EMBEDDINGS, MASK = "embed_tokens.weight", "mask_hidden"
-MIDLAYER = "midlayer."
+MIDLAYER, FIRST = "midlayer.", "layers.0."
+# Names of tensors by that of the first layer. After a `midlayer` SGLang's later layers call their
+# first norm `hidden_norm`, as the first layer calls its second.
+LATER_NORMS = {f"layers.{n}.hidden_norm.": f"layers.{n}.input_layernorm." for n in range(1, 128)}
+NAMES = {MIDLAYER: Renaming({MIDLAYER: FIRST} | LATER_NORMS), FIRST: Renaming({})}
 OTHER_NORMS = "our heads have norms in other places"
 # Of these targets SGLang takes ids for inputs of layers, unless the first is 1.
 TAKEN_FOR_INPUTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
@@ -167,7 +172,7 @@ def read_eagle3(
     vocabulary = draft_vocabulary(checkpoint, vocab, keys.draft_vocab_size)
     frozen = options.get("embeddings") != "own" and width == shape["hidden_size"]
     found = {
-        usual_layer(name, first_layer): checkpoint.load(name)
+        NAMES[first_layer].ours(name): checkpoint.load(name)
         for name in tensors
         if name not in SIDE_TENSORS and not (frozen and name == EMBEDDINGS)
     }
@@ -199,18 +204,6 @@ def read_eagle3(
         copies=checkpoint.present({"embedding": EMBEDDINGS} if frozen else {}),
         notes=notes,
     )
-
-
-def usual_layer(name: str, first_layer: str) -> str:
-    """Our name of a tensor whose first layer's name is `first_layer`.
-
-    SGLang's later layers call their first norm `hidden_norm`, as the first layer calls its second.
-    """
-    if name.startswith(first_layer):
-        return "layers.0." + name.removeprefix(first_layer)
-    if first_layer == MIDLAYER and name.startswith("layers."):
-        return name.replace(".hidden_norm.", ".input_layernorm.")
-    return name
 
 
 def count_layers(keys: LayerKeys, first_layer: str, num_layers: int) -> tuple[str, ...]:
@@ -334,7 +327,7 @@ class Eagle3Files(WritableFormat):
 
     def replayed(self, config: dict[str, Any], tensors: Tensors, probe: Probe) -> torch.Tensor:
         """Logits [K, V], with one pass of the layers over everything so far for each step."""
-        named = {usual_layer(name, self.first_layer): t for name, t in tensors.items()}
+        named = {NAMES[self.first_layer].ours(name): t for name, t in tensors.items()}
         return replayed(config, config, named, probe)
 
     def refuse_taps(self, config: Eagle3Config, num_layers: int | None) -> None:
@@ -463,7 +456,7 @@ class Eagle3Sglang(Eagle3Files):
             "eagle_config": ids,
             CONVENTION: OUTPUTS,
         }
-        return Written({for_sglang(n): t for n, t in export.tensors.items()}, described)
+        return Written(NAMES[MIDLAYER].written(export.tensors), described)
 
     def refuse_misread_taps(self, config: Eagle3Config, target: Target | None) -> None:
         """Raise UserError for taps that SGLang would not read as ours."""
@@ -476,15 +469,6 @@ class Eagle3Sglang(Eagle3Files):
                 f"{taps} on {kind}: of this target SGLang reads them as others unless the first is "
                 "1"
             )
-
-
-def for_sglang(name: str) -> str:
-    """SGLang's name of one of our tensors."""
-    if name.startswith("layers.0."):
-        return MIDLAYER + name.removeprefix("layers.0.")
-    if name.startswith("layers."):
-        return name.replace(".input_layernorm.", ".hidden_norm.")
-    return name
 
 
 def norm_flags(config: Eagle3Config) -> dict[str, bool]:
@@ -503,7 +487,7 @@ class Eagle3Vllm(Eagle3Files):
 
     name = "eagle3-vllm"
     readers = "vLLM; with one layer llama.cpp"
-    first_layer = "layers.0."
+    first_layer = FIRST
 
     def reads_embeddings(self, checkpoint: Checkpoint) -> bool:
         """vLLM uses them where there are any."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
+import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -231,6 +232,10 @@ class Renaming:
     def theirs(self, name: str) -> str:
         """Their name of one of our tensors."""
         return renamed(name, ((ours, theirs) for theirs, ours in self.table.items()))
+
+    def written(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors [...] of our head under their names."""
+        return {self.theirs(name): tensor for name, tensor in tensors.items()}
 
 
 def renamed(name: str, beginnings: Iterable[tuple[str, str]]) -> str:

@@ -5,14 +5,13 @@ Configurations are those of transformers for Llama and Qwen3, of version 4 (`rop
 need no renaming: see `heads.layers.decoder_layer`.
 """
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -271,11 +270,6 @@ def with_output_bias(tensors: Tensors) -> Tensors:
 # Arithmetic of the readers, on stored tensors
 
 
-def rms_normed(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Hidden [..., D] scaled to a mean square of 1, times the weight [D]."""
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps) * weight
-
-
 class PlainLayers:
     """Llama's and Qwen3's layers from a configuration and tensors as stored, in float32."""
 
@@ -286,7 +280,7 @@ class PlainLayers:
 
     def norm(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         """The norm called `name` of hidden [..., D]."""
-        return rms_normed(hidden, self.tensors[name + ".weight"], self.eps)
+        return rms_norm(hidden, hidden.shape[-1:], self.tensors[name + ".weight"], self.eps)
 
     def linear(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         """The linear map called `name` of hidden [..., D]."""
@@ -338,12 +332,10 @@ class PlainLayers:
         queries = self.rotate(self.heads(layer, "q", hidden), positions)
         keys = self.rotate(self.heads(layer, "k", seen), places)
         values = self.heads(layer, "v", seen)
-        shared = queries.shape[1] // keys.shape[1]
-        keys, values = (part.repeat_interleave(shared, dim=1) for part in (keys, values))
-        scores = torch.einsum("thd,shd->hts", queries, keys) / math.sqrt(self.head_dim)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        found = torch.einsum("hts,shd->thd", weights, values).flatten(1)
-        return self.linear(layer + "self_attn.o_proj", found)
+        # [1, H, T, head_dim] each
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+        [found] = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+        return self.linear(layer + "self_attn.o_proj", found.transpose(0, 1).flatten(1))
 
     def decoder_layer(self, layer: str, hidden: torch.Tensor) -> torch.Tensor:
         """A whole causal layer over hidden [T, D] at positions 0 to T - 1."""

@@ -148,7 +148,10 @@ def settled(path: Path, foreign: Foreign, target: Target | None) -> Foreign:
     one. Raises UserError for any other copy that differs by more than rounding.
     """
     for name, copy in foreign.copies.items():
-        weight = None if target is None else own_weight(target, name).detach().cpu()
+        weight: torch.Tensor | None = None
+        if target is not None:
+            own = target.output_weight() if name == "output" else target.input_weight()
+            weight = own.detach().cpu()
         if weight is not None and equal(weight, copy):
             continue
         distance = 0.0 if weight is None else difference(weight, copy)
@@ -166,13 +169,6 @@ def settled(path: Path, foreign: Foreign, target: Target | None) -> Foreign:
                 "another target"
             )
     return replace(foreign, copies={})
-
-
-def own_weight(target: Target, name: str) -> torch.Tensor:
-    """The target's `embedding` or `output` [V, D]."""
-    if name == "output":
-        return target.output_weight()
-    return target.input_weight()
 
 
 def equal(weight: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ import math
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, rms_norm
 
 from drafthead.core.errors import UserError
 from drafthead.heads.families.sequential.mlp_speculator import NORM_EPS, MlpSpeculatorConfig
@@ -32,7 +32,6 @@ from drafthead.heads.formats.keys import (
     Vocabulary,
     only,
 )
-from drafthead.heads.formats.layers import rms_normed
 
 PREFIX = "speculator."
 # Our modules and their names in the file.
@@ -125,12 +124,12 @@ class MlpSpeculatorFormat(WritableFormat):
         scale = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
         state, rows = probe.states[-1], []
         if config["scale_input"]:
-            state = rms_normed(state, torch.ones(()), NORM_EPS) / math.sqrt(2)
+            state = rms_norm(state, state.shape, eps=NORM_EPS) / math.sqrt(2)
         for step, token in enumerate(probe.before[:steps].tolist()):
             step_of = {part: f"{PREFIX}{name}.{step}" for part, name in PARTS.items()}
             embedding = tensors[step_of["embeddings"] + ".weight"][token]
             state = tensors[step_of["projections"] + ".weight"] @ state + scale * embedding
-            normed = rms_normed(state, tensors[step_of["norms"] + ".weight"], NORM_EPS)
+            normed = rms_norm(state, state.shape, tensors[step_of["norms"] + ".weight"], NORM_EPS)
             state = gelu(normed + tensors[step_of["norms"] + ".bias"])
             rows.append(tensors[step_of["outputs"] + ".weight"] @ state)
         return torch.stack(rows)

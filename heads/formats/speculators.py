@@ -141,7 +141,7 @@ class Speculators(WritableFormat):
         content = (self.describe_eagle if eagle else self.describe_block)(config)
         tensors = export.tensors
         if not eagle:
-            tensors = block_parallel.their_tensors(tensors)
+            tensors = block_parallel.NAMES.written(tensors)
         elif export.target is not None and eagle3.EMBEDDINGS not in tensors:
             tensors[eagle3.EMBEDDINGS] = export.target.input_weight().to(export.dtype)
         proposal = {

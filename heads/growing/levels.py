@@ -50,12 +50,21 @@ class Guess(NamedTuple):
         log_probs, places = draws.best(depth, self.logits, self.ids, count)
         return log_probs, self.ids.gather(-1, places)
 
-    def at_all(self, count: int) -> "Guess":
-        """The guess of one node, n = 1, as the guess at each of `count` nodes."""
-        return Guess(*(part.expand(-1, count, -1) for part in self))
-
 
 Expand = Callable[[Nodes], Guess]
+
+
+def blind(ahead: Guess) -> Expand:
+    """The guesses of a drafter that has guessed all depths beforehand, whatever the tokens are.
+
+    Node d of `ahead` stands for all nodes of depth d.
+    """
+
+    def expand(nodes: Nodes) -> Guess:
+        count = nodes.tokens.shape[1]
+        return Guess(*(part[:, nodes.depth, None].expand(-1, count, -1) for part in ahead))
+
+    return expand
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,23 @@ def filled_tree(
     without replacement. Exact verification needs that the shape is fixed before the first draw, and
     that no drawn child is left out.
     """
-    tokens, supports = [roots[:, None]], []
+    filled, supports = filled_levels(levels, roots, states, expand, sampling, random)
+    if not isinstance(random, RowRandom):
+        return TokenTree.from_shape(shape, filled, scores=scores)
+    inner = torch.cat([level.nodes for level in levels])
+    return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, inner, shape.num_nodes))
+
+
+def filled_levels(
+    levels: list[Level],
+    roots: torch.Tensor,  # [B]
+    states: torch.Tensor,  # [B, 1, S] before the roots
+    expand: Expand,
+    sampling: Sampling,
+    random: Choice,
+) -> tuple[torch.Tensor, list[Support]]:
+    """Tokens [B, N] of a tree as `filled_tree` fills it, and the supports of drawn children."""
+    tokens, supports = [roots[:, None]], list[Support]()
     for depth, level in enumerate(levels):
         # Only inner nodes are asked: leaves have nobody to guess for.
         nodes = tokens[-1][:, level.own], states[:, level.above], level.visible
@@ -132,11 +157,7 @@ def filled_tree(
             uniform = random.uniform(*probs.shape[1:])
             ids = ids.gather(-1, draw_without_replacement(probs, level.width, uniform))
         tokens.append(ids[:, level.parents, level.ranks])
-    filled = torch.cat(tokens, dim=1)
-    if not isinstance(random, RowRandom):
-        return TokenTree.from_shape(shape, filled, scores=scores)
-    inner = torch.cat([level.nodes for level in levels])
-    return TokenTree.from_shape(shape, filled, *for_all_nodes(supports, inner, shape.num_nodes))
+    return torch.cat(tokens, dim=1), supports
 
 
 def for_all_nodes(supports: list[Support], nodes: torch.Tensor, num_nodes: int) -> Support:

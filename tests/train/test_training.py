@@ -37,7 +37,7 @@ from drafthead.train.data.sequences import TokenSequence
 from drafthead.train.data.training_rows import load_packed
 from drafthead.train.features.reading import check_row_length, read_features
 from drafthead.train.learning import loop
-from drafthead.train.learning.evaluation import Evaluation, evaluate, measure
+from drafthead.train.learning.evaluation import Evaluation, evaluation_of, measure
 from drafthead.train.learning.loop import Trainer
 from drafthead.train.learning.ranks import RankedAnchors, count_paths
 from drafthead.train.learning.step import LossModule
@@ -302,10 +302,10 @@ def test_the_best_head_of_a_run_is_kept_unless_it_is_the_last(
     found = iter(taus)
 
     def measured(*arguments: object) -> Evaluation:
-        result = evaluate(*arguments)
+        result = evaluation_of(*arguments)
         return replace(result, tau_tree=result.tau_tree | {16: next(found)})
 
-    monkeypatch.setattr(loop, "evaluate", measured)
+    monkeypatch.setattr(loop, "evaluation_of", measured)
     folder = run(configure(max_steps=12, eval_every=4))
     assert (folder / "best").exists() == (best is not None)
     if best is not None:

@@ -74,7 +74,10 @@ def source_digest(source: str) -> str:
     """
     path = plain_path(Path(source).expanduser())
     if not path.exists():
-        return HubData.named(source).digest if _may_be_hub(source) else source
+        if not _may_be_hub(source):
+            return source
+        hub = HubData.named(source)  # of which no row is read
+        return f"{hub.builder.cache_dir}:{hub.split}"
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
@@ -212,11 +215,6 @@ class HubData:
         split = selection.pop() if selection else "train"
         with _readable(source):
             return cls(source, load_dataset_builder(name, *selection), split)
-
-    @property
-    def digest(self) -> str:
-        """Names the revision, the configuration and the split, without reading a row."""
-        return f"{self.builder.cache_dir}:{self.split}"
 
     def rows(self) -> Iterator[Values]:
         """Its rows in order, from `datasets`' own cache if they were downloaded before.

@@ -76,10 +76,6 @@ class PooledServer:
         self.failures, self.failed_at, self.back_at = 0, -math.inf, 0.0
         self.reason = ""  # why it was away last
 
-    def look(self) -> ServedModel:
-        """The model that it serves; raises UserError as `find_model`."""
-        return find_model(self.connection, self.name, self.target)
-
     @property
     def has_room(self) -> bool:
         """Whether it can be asked something."""
@@ -181,7 +177,7 @@ class ServerPool:
         return sum(server.pace.at_once for server in self.servers)
 
     def _look(self, server: PooledServer) -> KnownModel:
-        model = server.look()
+        model = find_model(server.connection, server.name, server.target)
         several = len(self.servers) > 1
         logprobs = log_probabilities(server, model, self.ids) if several else None
         return KnownModel(server.url, model, logprobs)

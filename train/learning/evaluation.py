@@ -89,18 +89,6 @@ def share_among(ranks: torch.Tensor, guesses: int) -> tuple[float, ...]:
     return tuple((ranks < guesses).double().mean(dim=0).nan_to_num().tolist())
 
 
-def evaluate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    head: DraftHead,
-    target: Target,
-    data: PackedData,
-    batch_rows: int,
-) -> Evaluation:
-    """Measure a head on held-out rows, as `read_ranks` reads them."""
-    return evaluation_of(read_ranks(accelerator, model, head, target, data, batch_rows), data)
-
-
 def evaluation_of(ranked: RankedAnchors, data: PackedData) -> Evaluation:
     """Return what was measured on rows, by kind of request as well."""
     found = measure(ranked)
@@ -153,11 +141,9 @@ def by_category(
         for row, numbers in enumerate(data.rows)
         for place, number in enumerate(numbers, start=1)
     }
+    found = ranked.tau_by(tree, [kinds[key] for key in ranked.conversations])
     names = sorted({kind for kind in kinds.values() if kind is not None})
-    return {
-        name: ranked.part(lambda key, name=name: kinds[key] == name).tau(tree)  # type: ignore[misc]
-        for name in names
-    }
+    return {name: found.get(name, 1.0) for name in names}
 
 
 def by_length(answers: Ranked) -> dict[str, dict[str, float]]:

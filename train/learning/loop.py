@@ -13,7 +13,7 @@ from drafthead.core.errors import UserError
 from drafthead.train.data.packing import RowOrder
 from drafthead.train.jobs.console import StepBar, StopRequest
 from drafthead.train.learning.engines import HostMemory
-from drafthead.train.learning.evaluation import Evaluation, evaluate, verdict
+from drafthead.train.learning.evaluation import Evaluation, evaluation_of, read_ranks, verdict
 from drafthead.train.learning.step import StepRecord, StepRunner, TrainingTask
 from drafthead.train.learning.writer import RunWriter
 from drafthead.train.run.config import Duration
@@ -123,11 +123,11 @@ class Trainer:
         began = time.perf_counter()
         share = self.duration.share_at_next_step(self.progress, self.step_seconds)
         rows = self.order.rows_of_step(self.progress.step)
-        sums = self.runner.run(self.progress.step, share, rows)
+        sums, in_target = self.runner.run(self.progress.step, share, rows)
         ended = time.perf_counter()
-        clock = [sums.target_seconds, ended - began, ended - started]
+        clock = [in_target, ended - began, ended - started]
         *losses, target_seconds, self.step_seconds, seconds, stopping = self._summed(
-            sums.losses, clock, stop.requested
+            sums, clock, stop.requested
         )
         num_supervised = self.task.train.supervised_in(rows)
         self.progress = Progress(
@@ -208,9 +208,10 @@ class Trainer:
             return None
         torch.manual_seed(self.config.seed)
         rows = self.config.micro_batch_rows
-        result = evaluate(
+        ranked = read_ranks(
             self.accelerator, self.runner.model, task.head, task.target, task.validation, rows
         )
+        result = evaluation_of(ranked, task.validation)
         if self.accelerator.is_main_process:  # a run killed at its end evaluates there again
             cut_log(self.folder.path / EVALUATION_FILE, self.progress.step - 1)
         epochs = self._epochs()

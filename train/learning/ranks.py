@@ -6,9 +6,9 @@ step begins, with any static tree, and how many steps the answer takes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from drafthead.heads.objectives.batch import MAX_RANK
 from drafthead.train.data.packing import PackedData
 
 KEPT_PATHS = 512
+Label = TypeVar("Label", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,6 @@ class RankedAnchors:
             [anchor for part in parts for anchor in part.anchors],
         )
 
-    def part(self, wanted: Callable[[tuple[int, int]], bool]) -> "RankedAnchors":
-        """The anchors of the conversations that are wanted."""
-        places = [place for place, key in enumerate(self.conversations) if wanted(key)]
-        keys = [self.conversations[place] for place in places]
-        return RankedAnchors(self.ranks[places], keys, [self.anchors[place] for place in places])
-
     def tau(self, tree: set[Path]) -> float:
         """Tokens per pass of decoding these answers with a tree, as `DecodeStats.tau` counts them.
 
@@ -51,14 +46,14 @@ class RankedAnchors:
         """
         return self.tau_by(tree, [0] * len(self.anchors)).get(0, 1.0)
 
-    def tau_by(self, tree: set[Path], labels: Sequence[int]) -> dict[int, float]:
+    def tau_by(self, tree: set[Path], labels: Sequence[Label]) -> dict[Label, float]:
         """`tau` of the steps that begin at anchors with each of the labels [A]."""
         accepted = [accepted_in(tree, tuple(row)) for row in self.ranks.tolist()]
         places = list(zip(self.conversations, self.anchors, strict=True))
         following = [(conversation, anchor + 1) for conversation, anchor in places]
         goes_on = [a == b for a, b in zip(following, [*places[1:], None], strict=True)]
         steps = set(roots_of_steps(self.conversations, self.anchors, accepted))
-        passes, tokens, label = Counter[int](), Counter[int](), 0
+        passes, tokens = Counter[Label](), Counter[Label]()
         for number, counts in enumerate(goes_on):
             if number in steps:
                 label = labels[number]

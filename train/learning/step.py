@@ -80,14 +80,6 @@ class LossModule(nn.Module):
         return loss.total, loss
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """Sums over micro-batches of one process."""
-
-    losses: torch.Tensor  # [3 + 3K], see `loss_sums`
-    target_seconds: float
-
-
 class StepRunner:
     """Runs this process's part of each optimiser step."""
 
@@ -118,21 +110,22 @@ class StepRunner:
         self.rates: list[float] = []  # of the last step
         self.grad_norm: float | None = None
 
-    def run(self, step: int, share: float, rows: list[int]) -> StepSums:
-        """Train on `rows` once; `share` of the duration is used when half of the step is done."""
+    def run(self, step: int, share: float, rows: list[int]) -> tuple[torch.Tensor, float]:
+        """Train on `rows` once; `share` of the duration is used when half of the step is done.
+
+        Returns the `loss_sums` [3 + 3K] of this process and the seconds of the target.
+        """
         factor = lr_share(self.optimizer_config, share)
         self.rates = set_learning_rates(self.optimizers, self.peaks, factor)
         num_supervised = self.task.train.supervised_in(rows)
-        parts = [
-            self._micro_batch(step, micro, rows, num_supervised)
-            for micro in range(self.accumulation)
-        ]
-        return StepSums(
-            torch.stack([part.losses for part in parts]).sum(dim=0),
-            sum(part.target_seconds for part in parts),
-        )
+        micros = range(self.accumulation)
+        parts = [self._micro_batch(step, micro, rows, num_supervised) for micro in micros]
+        losses, seconds = zip(*parts, strict=True)
+        return torch.stack(losses).sum(dim=0), sum(seconds)
 
-    def _micro_batch(self, step: int, micro: int, rows: list[int], num_supervised: int) -> StepSums:
+    def _micro_batch(
+        self, step: int, micro: int, rows: list[int], num_supervised: int
+    ) -> tuple[torch.Tensor, float]:
         """One micro-batch of this process; the last one of a step updates the head."""
         accelerator, size = self.accelerator, self.config.micro_batch_rows
         index = micro * accelerator.num_processes + accelerator.process_index
@@ -150,7 +143,7 @@ class StepRunner:
             total, loss = self.model(batch)
             accelerator.backward(total * scale)
             self._update()
-        return StepSums(loss_sums(loss, num_supervised), target_seconds)
+        return loss_sums(loss, num_supervised), target_seconds
 
     def _update(self) -> None:
         """Clip the gradients and step the optimisers; accelerate skips all but the last call."""

@@ -13,11 +13,9 @@ from torch.nn.functional import silu
 from drafthead.core.settings import Count, settings
 from drafthead.core.target.target import Target
 from drafthead.heads.base import ForTraining, register_head
-from drafthead.heads.families.by_depth import HeadByDepth
+from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.growing.static import MEDUSA_PATHS
-from drafthead.heads.objectives.anchors import anchor_positions
-from drafthead.heads.objectives.batch import HeadBatch, HeadLoss
-from drafthead.heads.objectives.losses import DepthDecay, LossName, depth_weights
+from drafthead.heads.objectives.losses import DepthDecay, LossName
 
 
 @settings
@@ -57,7 +55,7 @@ class MedusaBranch(nn.Module):
 
 
 @register_head("medusa", MedusaConfig)
-class MedusaHeads(HeadByDepth):
+class MedusaHeads(SequentialHead):
     """K Medusa heads."""
 
     usual_paths = MEDUSA_PATHS
@@ -93,13 +91,8 @@ class MedusaHeads(HeadByDepth):
         hidden = torch.stack([self.branch(k)(state) for k in range(depth)], dim=1)
         return target.project(hidden)
 
-    def loss(self, batch: HeadBatch, target: Target) -> HeadLoss:
-        """Sum over heads k of depth_decay^(k-1) x the loss of the tokens k + 1 places on.
-
-        All heads read the same states, those of the target at the anchors.
-        """
-        assert batch.features.last is not None
-        anchors = anchor_positions(batch)
-        states = [batch.features.last[anchors]] * self.depth
-        weights = depth_weights(self.config.depth_decay, self.depth)
-        return self.loss_by_depth(batch, target, anchors, states, weights)
+    def advance(
+        self, state: torch.Tensor, tokens: torch.Tensor, index: int, target: Target
+    ) -> torch.Tensor:
+        """The states [..., D] as they are: all heads read that of the target at the anchor."""
+        return state

@@ -14,7 +14,7 @@ from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.families.recurrent.mtp import MtpHead
 from drafthead.heads.families.recurrent.passes import RecurrentPasses
 from drafthead.heads.growing.dynamic import dynamic_tree
-from drafthead.heads.growing.levels import Expand, Guess, Nodes
+from drafthead.heads.growing.levels import Expand, Guess, Nodes, blind
 from drafthead.heads.layers.cache import DraftCache
 
 
@@ -143,13 +143,13 @@ class RecurrentSession(LateReader, OnDevice):
         A head that drafts blindly guesses alike after any tokens, in one pass for all depths.
         """
         assert self.roots is not None and self.root_guess is not None
-        ahead = [self.root_guess]
+        ahead = self.root_guess
         if not self.drafter.head.drafts_blindly:
-            return lambda nodes: self.reader.expand(nodes) if nodes.depth else ahead[0]
+            return lambda nodes: self.reader.expand(nodes) if nodes.depth else ahead
         if depth > 1:
-            later = self.reader.draft_blindly(self.roots, self.root_guess, depth)
-            ahead += [Guess(*(part[:, d, None] for part in later)) for d in range(depth - 1)]
-        return lambda nodes: ahead[nodes.depth].at_all(nodes.tokens.shape[1])
+            later = self.reader.draft_blindly(self.roots, ahead, depth)
+            ahead = Guess(*(torch.cat(parts, dim=1) for parts in zip(ahead, later, strict=True)))
+        return blind(ahead)
 
 
 @register_head_drafter(RecurrentHead)

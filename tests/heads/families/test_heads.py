@@ -24,6 +24,7 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.guesses import known
 from drafthead.core.trees.tree import TokenTree, TreeShape
 from drafthead.heads.base import HEADS, DraftHead
+from drafthead.heads.families.by_depth import HeadByDepth
 from drafthead.heads.families.head_drafter import drafter_for, register_head_drafter
 from drafthead.heads.families.medusa.head import MedusaHeads
 from drafthead.heads.formats.drafthead import save_head
@@ -328,7 +329,7 @@ def test_what_was_committed_knows_its_ends_and_can_be_cut_to_what_is_used() -> N
 
 
 def test_a_head_without_a_drafter_is_named(target) -> None:
-    class Stray(MedusaHeads.__base__):
+    class Stray(HeadByDepth):
         """A head that nothing was registered for."""
 
         def __init__(self) -> None: ...

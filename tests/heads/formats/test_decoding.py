@@ -23,9 +23,9 @@ from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape, TreeTables
 from drafthead.heads.base import DraftHead
 from drafthead.heads.families.head_drafter import drafter_for
-from drafthead.heads.families.medusa.drafter import MedusaLayout
 from drafthead.heads.families.recurrent import passes as recurrent_passes
 from drafthead.heads.formats import load_head
+from drafthead.heads.growing.levels import Guess, blind, filled_levels, levels_of
 from drafthead.infer import DecodeOptions, Decoder
 from drafthead.infer.engine import stepper as stepper_module
 from drafthead.infer.verifiers import VERIFIERS
@@ -65,14 +65,15 @@ def test_static_trees_are_numbered_and_filled_as_medusas(case: Case) -> None:
         assert torch.equal(shape.ancestors.float(), io[f"{name}.medusa_attn_mask"][0, 0])
         assert torch.equal(shape.depths, io[f"{name}.medusa_position_ids"])
         assert leaf_rows(shape) == io[f"{name}.retrieve_indices"].tolist()
-        layout = MedusaLayout(shape, torch.device("cpu"))
         # Behind the root, 10 for each head.
-        places = (1 + 10 * layout.head_of_node + layout.ranks)[1:]
+        places = (1 + 10 * (shape.depths - 1) + shape.ranks)[1:]
         assert torch.equal(places, io[f"{name}.tree_indices"][1:])
-        best = io[f"{name}.in_medusa_logits"][:, 0, 0].topk(10).indices
-        root = io[f"{name}.in_logits"][0, 0].argmax()
-        tokens = torch.cat([root[None], best[layout.head_of_node, layout.ranks][1:]])
-        assert torch.equal(tokens[None], io[f"{name}.tree_candidates"])
+        best = io[f"{name}.in_medusa_logits"][:, 0, 0].topk(10)
+        root, total = io[f"{name}.in_logits"][0, :1].argmax(-1), torch.zeros(1, len(best[0]), 1)
+        guess = Guess(total, best.values[None], best.indices[None], total)
+        given = levels_of(shape, torch.device("cpu")), root, guess.states, blind(guess)
+        tokens, _ = filled_levels(*given, SamplingConfig(), None)
+        assert torch.equal(tokens, io[f"{name}.tree_candidates"])
 
 
 def test_paths_to_leaves_run_from_the_last_and_end_with_filling() -> None:
