@@ -126,11 +126,11 @@ def test_the_loop_imports_only_what_its_steps_need() -> None:
 # takes its limit with it.
 LIMITS = {
     "lines of core": 8911,
-    "lines of heads": 10284,
+    "lines of heads": 10207,
     "lines of backends": 4393,
     "lines of infer": 10346,
     "lines of contrib": 1200,
-    "lines of train": 7630,
+    "lines of train": 7599,
     "lines of lab": 6769,
     "lines of serve": 3508,
     "lines of scripts": 2967,
