@@ -1,5 +1,6 @@
 """Rows of one batch are sampled each in its own way, and get the answers that they get alone."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from drafthead.core.sampling import SamplingConfig
 from drafthead.infer import Decoder
 from drafthead.infer.engine.stepper import Stepper
 from drafthead.infer.request.options import DecodeOptions, read_options
+from drafthead.infer.request.request import TOKENIZED, Request
 from drafthead.infer.scheduling.tickets import Ticket, Way, batch_of
 
 DRAWN: list[DecodeOptions] = [
@@ -126,3 +128,24 @@ def test_what_cannot_be_rows_of_one_batch_stays_apart(target, make_drafter) -> N
         way(temperature=1, verifier="rejection"), way(temperature=1, verifier="typical"),
     ]  # fmt: skip
     assert len({*apart}) == len(apart)
+
+
+# What becomes of each field of a request whose row shares a batch with rows of other requests.
+FIELDS = {
+    "the row's own": {"prompts", "limits", "seeds", "processors", "stops", "prefixes", "sampling",
+                      "drafts", "cache_salt"},
+    "the way, which rows share": {"verifier", "rule_options", "end_ids", "logprobs", "new_record"},
+    "the decoder's": {"draft_temperature"},
+    "for reading the prompt": {"prefill_chunk_size"},
+    "read into others": {"max_new_tokens", "max_length", "seed", "stop_strings", "eos_token_id",
+                         "logits_processor", "stopping_criteria", "generation_config",
+                         "use_model_defaults", "chat_template_kwargs"},
+    "of one call": {*TOKENIZED, "attention_mask", "beams", "continue_final_message", "max_time",
+                    "num_return_sequences", "streamer"},
+}  # fmt: skip
+
+
+def test_every_field_of_a_request_has_a_place_in_a_batch() -> None:
+    """A new one that has none would be, for all rows, that of the first."""
+    placed = [name for names in FIELDS.values() for name in names]
+    assert sorted(placed) == sorted(each.name for each in fields(Request))

@@ -1,4 +1,4 @@
-// What several kernels use. The code generator puts torch's headers before these files: they bring
+// What several kernels use. operations.cpp includes torch's headers before these files: they bring
 // the processor's intrinsics, at::BFloat16, at::vec::Vectorized and c10::ForcedUnroll.
 #ifndef DRAFTHEAD_COMMON  // one file may hold several kernels
 #define DRAFTHEAD_COMMON

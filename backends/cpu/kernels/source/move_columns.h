@@ -9,11 +9,10 @@ struct LayerSteps { int64_t row, head, column; };
 
 // Copies column `from` to `to` in each head of a row; inlined for its sizes, which are constants.
 template <typename number_t>
-INLINE inline void move_column(const number_t* layer, LayerSteps steps, int64_t heads, int64_t size,
+INLINE inline void move_column(number_t* layer, LayerSteps steps, int64_t heads, int64_t size,
                                int64_t row, int64_t from, int64_t to) {
     for (int64_t h = 0; h < heads; ++h) {
-        // The code generator declares all inputs constant.
-        auto* columns = const_cast<number_t*>(layer) + row * steps.row + h * steps.head;
+        number_t* columns = layer + row * steps.row + h * steps.head;
         std::memcpy(columns + to * steps.column, columns + from * steps.column,
                     sizeof(*columns) * size);
     }

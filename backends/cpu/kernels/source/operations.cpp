@@ -451,7 +451,7 @@ void move_columns_op(TensorList keys, TensorList values, const Tensor& source,
               from.size(1), [&](int64_t row, int64_t f, int64_t t) {
         for (TensorList part : {keys, values}) {
             for (const Tensor& layer : part) {
-                move_column(static_cast<const char*>(layer.const_data_ptr()),
+                move_column(static_cast<char*>(layer.mutable_data_ptr()),
                             {layer.stride(0) * layer.element_size(),
                              layer.stride(1) * layer.element_size(),
                              layer.stride(2) * layer.element_size()},
