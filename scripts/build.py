@@ -59,25 +59,30 @@ def main(
     --continue FOLDER --data FILE --minutes N tunes an existing build or head on the requests that
     a server gets: `serve --record FILE` keeps them, and POST /v1/drafts loads the better drafts.
     """
-    if (total := 60 * (hours or 0) + (minutes or 0)) <= 0:
+    choices = chosen(model, build, 60 * (hours or 0) + (minutes or 0))
+    if before is not None and data is not None and not plan:
+        from drafthead.scripts.building.tuning import Tuning
+
+        Tuning(choices, before, data, output or before.with_name(f"{before.name}-tuned")).run()
+    elif before is not None or data is not None:
+        raise UserError("--continue FOLDER and --data FILE go together, and without --plan")
+    elif output is None:
+        raise UserError("give --output, the folder of the build")
+    else:
+        run(choices, output, plan)
+
+
+def chosen(model: options.Model, build: BuildOptions, minutes: float) -> Choices:
+    """The choices of a build of so many minutes; raises UserError for none."""
+    if minutes <= 0:
         raise UserError("a build needs a time budget: give --minutes or --hours, above 0")
     # For torch's allocator: on a GPU each stage wants memory in other pieces than the one before.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     import torch
 
-    on_gpu = total >= 10 and torch.cuda.is_available()
+    on_gpu = minutes >= 10 and torch.cuda.is_available()
     compiles = True if on_gpu and build.compile is None else build.compile
-    choices = Choices(**{**vars(model), **vars(build), "minutes": total, "compile": compiles})
-    if before is not None and data is not None:
-        from drafthead.scripts.building.tuning import Tuning
-
-        Tuning(choices, before, data, output or before.with_name(f"{before.name}-tuned")).run()
-    elif before is not None or data is not None:
-        raise UserError("--continue FOLDER and --data FILE go together")
-    elif output is None:
-        raise UserError("give --output, the folder of the build")
-    else:
-        run(choices, output, plan)
+    return Choices(**{**vars(model), **vars(build), "minutes": minutes, "compile": compiles})
 
 
 def run(choices: Choices, output: Path, plan: bool) -> None:

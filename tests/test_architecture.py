@@ -133,7 +133,7 @@ LIMITS = {
     "lines of train": 7599,
     "lines of lab": 6769,
     "lines of serve": 3508,
-    "lines of scripts": 2967,
+    "lines of scripts": 2972,
     "lines of C++": 4000,
     "chain of imports": 23,
     "class names in several files": 8,

@@ -96,6 +96,7 @@ def test_what_cannot_be_tuned_is_refused(place, tmp_path) -> None:
         ({"before": Path("smollm2-eagle3"), "data": few}, "has answers to 5 prompts"),
         ({"before": other}, "is for --target other, not"),
         ({"data": None}, "go together"),
+        ({"plan": True}, "without --plan"),
         ({"minutes": None}, "a build needs a time budget"),
     ):
         with pytest.raises(UserError, match=sentence):
