@@ -99,6 +99,7 @@ class ChatSession:
         """Remember the answer to `messages` and what was read for it."""
         run = decoding.run
         prompt, answer = run.request.prompts[0], run.rows[0].tokens
-        self.past = Past(decoding.stepper.cache, decoding.session, [*prompt, *answer])
+        tokens = [*prompt, *answer]
+        self.past = Past(decoding.stepper.cache, decoding.session, tokens, drafter=decoding.drafter)
         text = texts_of([answer], self.tokenizer, after=[prompt])[0]
         self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -52,6 +52,7 @@ from drafthead.infer.serving import (
     ServeRequest,
     WaitingRequests,
     own_options,
+    refuse_in_serve,
     refuse_of_one_call,
     shared_options,
 )
@@ -287,6 +288,7 @@ class Decoder:
 
         def read(request: ServeRequest, number: int) -> Request:
             settings = read_options({**options, **own_options(request, seed + number)})
+            refuse_in_serve(request.options, settings)
             return single(self.request(request.prompt, settings))
 
         return serve(WaitingRequests(requests, read), self.running_rows(max_rows), self.tokenizer)
@@ -385,7 +387,7 @@ class Decoder:
         lookup = PromptLookup(FORM_DEPTH, LEAST_NGRAM)
         drafter = lookup if self.drafter is None else WithLookup(self.drafter)
         decoder = Decoder(self.target, drafter, None, True, self.draft_temperature)
-        decoder.memory = self.memory
+        decoder.memory = self.memory  # of which it uses what its own drafter has read
         return decoder
 
     def _planner(self, run: BatchRun, rule: Verifier) -> Planner:

@@ -66,12 +66,20 @@ def shared_options(options: Mapping[str, Any], max_rows: int) -> int:
     """
     checked("max_rows", AtLeastOne, max_rows)
     settings = read_options(options)
-    refuse_of_one_call(options, settings, "serve does not take {}: its requests come one by one")
-    if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in settings.logits_processor):
-        raise UserError("serve does not take prefix_allowed_tokens_fn, which counts prompts")
+    refuse_in_serve(options, settings)
     if not isinstance(settings.seed, int):
         raise UserError("serve takes one seed; give each ServeRequest a seed of its own instead")
     return settings.seed
+
+
+def refuse_in_serve(options: Mapping[str, Any], settings: DecodeOptions) -> None:
+    """Raise UserError for an option, of all requests or of one, that rows cannot share a batch by.
+
+    `settings` are the options as they were read, with those of a generation config.
+    """
+    refuse_of_one_call(options, settings, "serve does not take {}: its requests come one by one")
+    if any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in settings.logits_processor):
+        raise UserError("serve does not take prefix_allowed_tokens_fn, which counts prompts")
 
 
 def refuse_of_one_call(options: Mapping[str, Any], settings: DecodeOptions, sentence: str) -> None:
@@ -88,13 +96,8 @@ def refuse_of_one_call(options: Mapping[str, Any], settings: DecodeOptions, sent
 
 
 def own_options(request: ServeRequest, seed: int) -> dict[str, Any]:
-    """The options that a request gives for itself, with its seed, by default `seed`.
-
-    Raises UserError for one that is about a single call.
-    """
+    """The options that a request gives for itself, with its seed, by default `seed`."""
     own = {"max_new_tokens": request.max_new_tokens, "seed": request.seed, **request.options}
-    if others := own.keys() & OF_ONE_CALL:
-        raise UserError(f"requests of serve do not take {min(others)}: they come one by one")
     return {"seed": seed} | {name: value for name, value in own.items() if value is not None}
 
 

@@ -4,7 +4,7 @@ A form leaves some tokens no choice: these can be drafted for nothing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 # By row, the names of what may draft for it; None: all that there is, for a row or for all of them.
@@ -38,6 +38,11 @@ class AnswerForm(ABC):
     @abstractmethod
     def legal(self, answer: Sequence[int], tokens: Sequence[int]) -> int:
         """Count how many of these tokens may follow the answer one after the other."""
+
+
+def form_of(processors: Iterable[object]) -> AnswerForm | None:
+    """The form that some logits processors keep an answer to, if there is one."""
+    return next((each for each in processors if isinstance(each, AnswerForm)), None)
 
 
 class RowForm(NamedTuple):

@@ -29,6 +29,7 @@ from drafthead.infer.beams.beam_round import (
     candidates_of,
     next_round,
 )
+from drafthead.infer.drafters.store_lookup import ANSWERS
 from drafthead.infer.engine.batch_run import BatchRun, BeamAnswer, Emitted, no_token_in
 from drafthead.infer.engine.path_processing import PathProcessing, child_lists
 from drafthead.infer.engine.prefill import ReadState, padded
@@ -117,7 +118,7 @@ class BeamStepper(Stepper):
 
         Raises UserError for a drafter that learns from answers.
         """
-        if "answers" in drafter.names:
+        if ANSWERS in drafter.names:
             raise UserError(
                 "num_beams cannot be combined with drafts from answers: most beams are no answers"
             )

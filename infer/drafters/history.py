@@ -35,6 +35,7 @@ class History:
     def __init__(self, first: int, salt: str = ""):
         """`salt` is of the request, see `Committed`."""
         self.tokens, self.salt = [first], salt
+        self.text = self.tokens  # of the row, which is not to be found elsewhere
         self.followed_at: dict[tuple[int, ...], int] = {}  # n-gram -> the token after its last one
         self.match: Match | None = None
 
@@ -75,6 +76,7 @@ class History:
         """A history that goes on by itself."""
         twin = History(self.tokens[0], self.salt)
         twin.tokens, twin.followed_at = self.tokens.copy(), self.followed_at.copy()
+        twin.text = twin.tokens
         twin.match = self.match
         return twin
 
@@ -84,6 +86,7 @@ class History:
             return self
         later = History(self.tokens[0], self.salt)
         later.tokens, later.followed_at = [*self.tokens, *tokens], self.followed_at
+        later.text = self.text
         later.match = later._last_occurrence()
         return later
 

@@ -68,27 +68,25 @@ class Earlier:
         if self.count > self.limit // 2:
             self.young, self.old, self.count = {}, self.young, 0
 
-    def continuations(
-        self, past: Sequence[int], salt: str = ""
-    ) -> Iterator[tuple[float, list[int]]]:
+    def continuations(self, past: History) -> Iterator[tuple[float, list[int]]]:
         """Weights and texts of up to `DEPTH` tokens: what followed the end of `past` elsewhere."""
         for length, weight in LEVELS.items():
-            places = self._places(past, length, salt)
+            places = self._places(past, length)
             texts = [text[place : place + DEPTH] for text, place in places]
             for text in texts:
                 yield weight / len(texts), text
 
-    def matched(self, past: Sequence[int], salt: str = "") -> int:
+    def matched(self, past: History) -> int:
         """Tokens of the longest n-gram at the end of `past` that other texts hold; 0 for none."""
-        return next((length for length in LEVELS if self._places(past, length, salt)), 0)
+        return next((length for length in LEVELS if self._places(past, length)), 0)
 
-    def _places(self, past: Sequence[int], length: int, salt: str) -> list[Place]:
+    def _places(self, past: History, length: int) -> list[Place]:
         """The places after the n-gram of a length with which the past ends, but its own."""
-        if length > len(past):
+        if length > len(past.tokens):
             return []
-        key = hash((salt, *past[-length:]))
+        key = hash((past.salt, *past.tokens[-length:]))
         places = [*self.young.get(key, ()), *self.old.get(key, ())]
-        return [(text, place) for text, place in places if text is not past]
+        return [(text, place) for text, place in places if text is not past.text]
 
 
 class Continuations:
@@ -149,8 +147,8 @@ class StoreLookup(Lookup):
         scores = matches.log_chances(past.matched(LEAST_NGRAM), len(own))
         tree.add_tree(GuessTree.chain(own, scores))
         if self.earlier is not None and follows:
-            counted = Continuations.of(self.earlier.continuations(past.tokens, past.salt))
-            matched = self.earlier.matched(past.tokens, past.salt)
+            counted = Continuations.of(self.earlier.continuations(past))
+            matched = self.earlier.matched(past)
             found = NOTHING_LEARNT.log_chances(max(1, matched), depth)
             tree.add_heaviest(counted, [*map(math.exp, found)], len(tree) + nodes, depth)
         if self.table is not None:

@@ -239,6 +239,6 @@ def merged(
             numbers.append(both.add(numbers[int(parent)], int(token), score) if proposes else 0)
         both.add_tree(guess)
         roots.append(int(tokens[0]))
-        best = both.best(nodes - 1)
-        rows.append(best if form is None else kept_in_form(form, best, nodes - 1))
+        most = nodes - 1
+        rows.append(both.best(most) if form is None else kept_in_form(form, both.tree, most))
     return token_tree(roots, rows, tree.tokens.device)

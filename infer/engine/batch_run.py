@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
-from drafthead.core.drafting.form import AnswerForm, Forms, RowForm, Wanted
+from drafthead.core.drafting.form import AnswerForm, Forms, RowForm, Wanted, form_of
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import NO_TOKEN, RowRandom, RowSampling, SamplingConfig
 from drafthead.infer.engine.stats import DecodeStats
@@ -114,7 +114,7 @@ class BatchRun:
         for row, processors, prefix in zip(self.rows, request.processors, read, strict=False):
             row.processors, row.prefix_length = processors, len(prefix)
             row.past = torch.tensor(list(prefix))
-            row.form = next((each for each in processors if isinstance(each, AnswerForm)), None)
+            row.form = form_of(processors)
         self.running = list(range(len(self.rows)))  # row numbers, by place in the running batch
         self.stats = DecodeStats()
         self._count_rows()

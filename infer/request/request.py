@@ -17,7 +17,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.core.drafting.form import AnswerForm
+from drafthead.core.drafting.form import form_of
 from drafthead.core.errors import UserError
 from drafthead.core.sampling import RowSampling, SamplingConfig, warped
 from drafthead.core.settings import (
@@ -270,9 +270,7 @@ class Request(DecodeOptions):
     @property
     def in_form(self) -> bool:
         """Whether an answer has to keep to a form."""
-        return any(
-            isinstance(each, AnswerForm) for processors in self.processors for each in processors
-        )
+        return any(form_of(processors) is not None for processors in self.processors)
 
     def draft_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """The sampling that turns a draft's logits into the distribution of such a row's children.

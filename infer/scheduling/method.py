@@ -56,7 +56,8 @@ class Method:
         """The past of a batch of one prompt that is read after `past`, and not answered."""
         decoding = self.decoding(run, lambda: past)
         decoding.begin()
-        return Past(decoding.stepper.cache, decoding.session, run.request.prompts[0])
+        cache, [prompt] = decoding.stepper.cache, run.request.prompts
+        return Past(cache, decoding.session, prompt, drafter=self.drafter)
 
 
 def planner_of(run: BatchRun, target: Target, own: Planner) -> Planner:

@@ -27,6 +27,7 @@ class Past(ReadState):
 
     tokens: Sequence[int]  # the last ones may not be in the cache
     salt: str = ""  # of the request that it was read for
+    drafter: Drafter | None = None  # whose the session is
 
     def reusable(self, prompts: Sequence[Sequence[int]]) -> int:
         """Positions of this past, of one row, that also begin all prompts.
@@ -68,7 +69,8 @@ class Past(ReadState):
         """A past of its own for each of `rows` rows: the first `length` positions of this one."""
         assert self.cache.lengths is not None
         places = torch.zeros(rows, dtype=torch.long, device=self.cache.lengths.device)
-        copy = Past(chosen(self.cache, places), chosen(self.session, places), self.tokens)
+        parts = {"cache": chosen(self.cache, places), "session": chosen(self.session, places)}
+        copy = replace(self, **parts)
         copy.cut(length)
         for cache in copy.caches:
             cache.untrim()
@@ -133,10 +135,9 @@ class Memory:
         with a remembered one; None where there is none that saves time.
         """
         plain, known = isinstance(drafter, NoDrafter), self.known(salt)
-        # An answer that was decoded plainly has left nothing that a drafter could go on from, but
-        # for lookup, which needs the tokens alone.
-        looks = isinstance(drafter, Lookup)
-        known = [each for each in known if plain or looks or not isinstance(each.session, NoDraft)]
+        # A session knows what its own drafter asks; for lookup the tokens are enough.
+        if not (plain or isinstance(drafter, Lookup)):
+            known = [each for each in known if each.drafter is drafter]
         length, past = longest_of(known, prompts)
         if past is None:
             return None
@@ -144,11 +145,11 @@ class Memory:
         # A rule that draws may be decoded plainly where greedy answers are drafted.
         if plain:
             return replace(copy, session=NoDraft())
-        if isinstance(copy.session, NoDraft):
+        if past.drafter is not drafter:
             ids = torch.tensor([past.tokens[: length + 1]] * len(prompts))
             lengths = torch.full((len(prompts),), length)
             session = drafter.start(ids, lengths)
-            session.commit(Committed(ids[:, 1:], Features(None), lengths))
+            session.commit(Committed(ids[:, 1:], Features(None), lengths, salt=salt))
             return replace(copy, session=session)
         return copy
 

@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 MOST_METHODS = 32  # ways of decoding whose planners are kept
 # What a step costs beside the columns that its rows read, in columns of one row. On GPUs it is the
 # bytes of the weights over those of a column: 122,000 for Llama 3 8B, 27,000 for Llama 2 7B, 80,000
-# for Qwen2 0.5B. CPU kernels read no padding: 4 rows of 100 and 4 of 1,000 tokens are 1.1 to 1.3
-# times as fast together (SmolLM2). PyTorch's eager attention reads it: 0.2 s, then 0.15 ms each.
+# for Qwen2 0.5B. CPU kernels read no padding; PyTorch's eager attention does.
 STEP_COST, EAGER_STEP_COST = 32768, 1024
 COUNTED = 128  # lengths are compared in units of so many columns
 # Newcomers are let in together, in groups of this part of the rows. On a GPU a pass over prompts
@@ -139,7 +138,7 @@ class ServedRows(Decoding):
                 salt = ticket.request.cache_salt
                 try:
                     session = chosen(self.session, row)
-                    past = Past(chosen(cache, row), session, tokens, salt)
+                    past = Past(chosen(cache, row), session, tokens, salt, self.drafter)
                     memory.keep(past, self.state)
                 except Exception:  # the answer itself is whole
                     logger.exception("an answer cannot be kept for prompts that go on with it")

@@ -169,3 +169,19 @@ def test_a_prompt_that_was_read_plainly_is_not_read_again(target, grammars) -> N
     found, stats = answer(decoder, grammars.mask(FORMS["schema"], 5, 0))
     assert (found, stats.reused) == (expected, 3)
     assert stats.tau > 1.3
+
+
+@pytest.mark.parametrize("drafter", ["eagle3:own", "medusa:tree", "draft-model"])
+def test_what_another_drafter_has_read_is_not_gone_on_with(
+    target, grammars, make_drafter, drafter: str
+) -> None:
+    """A head's session of a remembered prompt is not that of the head with lookup."""
+    expected, _ = answer(Decoder(target), grammars.mask(FORMS["schema"], 5, 0), False)
+    decoder = Decoder(target, make_drafter(drafter, target), adaptive=True)
+    decoder.remember(PROMPT)
+    assert answer(decoder, grammars.mask(FORMS["schema"], 5, 0))[0] == expected
+    plain = decoder.generate(PROMPT, max_new_tokens=8)
+    assert (
+        plain.stats.reused
+        and plain.sequences == Decoder(target).generate(PROMPT, max_new_tokens=8).sequences
+    )

@@ -2,6 +2,7 @@
 
 import json
 import math
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,7 @@ def written_before(*texts: str, limit: int = 1000) -> Earlier:
 
 
 def test_what_was_said_is_known_with_the_weights_of_a_store_of_places() -> None:
-    past = letters("xbcd")
+    past = past_of("xbcd")
     found = {
         (weight, "".join(map(chr, text)))
         for weight, text in written_before("abcdE").continuations(past)
@@ -180,18 +181,20 @@ def test_what_was_said_is_known_with_the_weights_of_a_store_of_places() -> None:
 
 
 def test_a_text_is_not_its_own_past() -> None:
-    earlier, text = Earlier(), letters("abXab")
-    for place in range(len(text)):
-        earlier.add(text, place)
-    assert list(earlier.continuations(text)) == []
-    assert list(earlier.continuations(letters("ab"))) != []
+    earlier, past = Earlier(), past_of("abXab")
+    for place in range(len(past.tokens)):
+        earlier.add(past.tokens, place)
+    assert list(earlier.continuations(past)) == []
+    assert list(earlier.continuations(past.ahead(letters("Xab")))) == []
+    assert list(earlier.continuations(copy(past))) != []
+    assert list(earlier.continuations(past_of("ab"))) != []
 
 
 def test_what_follows_is_known_as_soon_as_it_is_there() -> None:
     earlier, text = Earlier(), letters("abc")
     earlier.add(text, 2)
     text += letters("de")
-    assert [chr(token) for token in next(earlier.continuations(letters("ab")))[1]] == [
+    assert [chr(token) for token in next(earlier.continuations(past_of("ab")))[1]] == [
         "c",
         "d",
         "e",
@@ -201,7 +204,7 @@ def test_what_follows_is_known_as_soon_as_it_is_there() -> None:
 def test_the_latest_tokens_stay() -> None:
     earlier = written_before("abX", "cdY", "efZ", "ghW", limit=8)
     for letter, stays in (("ab", False), ("ef", True), ("gh", True)):
-        assert bool(list(earlier.continuations(letters(letter)))) == stays
+        assert bool(list(earlier.continuations(past_of(letter)))) == stays
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -1,6 +1,7 @@
 """Prompts that begin with a remembered one: the same answers, and only the rest is read."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from transformers import GenerationConfig
 from drafthead.core.errors import UserError
 from drafthead.core.target.target import Target
 from drafthead.infer import Decoder
+from drafthead.infer.drafters.history import History
+from drafthead.infer.drafters.store_lookup import Earlier, StoreLookup
+from drafthead.infer.engine.batch_run import BatchRun
 from drafthead.infer.request.options import read_options
 from drafthead.infer.scheduling.past import common_prefix
+from drafthead.infer.scheduling.request_of import single
 from drafthead.infer.scheduling.running_rows import Ticket
 from drafthead.infer.serving import ServeRequest
 
@@ -228,3 +233,17 @@ def test_what_only_an_answer_needs_is_not_asked_of_a_remembered_prompt(make_targ
     decoder.remember(PREFIX)
     found = decoder.generate(PROMPTS[0], max_new_tokens=8, generation_config=own_end)
     assert found.sequences == expected.sequences and found.stats.reused
+
+
+def test_a_prompt_that_another_drafter_has_read_stays_with_its_salt(target) -> None:
+    reader, lookup = Decoder(target), StoreLookup(None, Earlier())
+    request = replace(single(reader.request(PROMPTS[0], read_options({}))), cache_salt="mine")
+    run = BatchRun(request, target.device)
+    past = replace(reader.method(run).read(run, None), salt="mine")
+    reader.memory.add(past, reader.memory.state())
+    assert reader.memory.recall(PROMPTS[:1], lookup) is None
+    assert reader.memory.recall(PROMPTS[:1], lookup, "mine") is not None
+    for salt, length in (("", 0), ("mine", 4)):
+        known = History(PROMPTS[0][0], salt)
+        known.tokens += PROMPTS[0][1:4]
+        assert lookup.earlier.matched(known) == length

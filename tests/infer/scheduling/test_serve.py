@@ -14,7 +14,7 @@ import torch
 from hidden_answers import generated
 from stages import more
 from tiny import END, VOCAB, byte_tokenizer, random_prompts
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor
 
 from drafthead.core.errors import UserError
 from drafthead.core.kv_cache.column_cache import BLOCK, ColumnCache
@@ -157,7 +157,7 @@ BAD = {
     "text": ("hello", "no tokenizer"),
     "limit": (ServeRequest([9], max_new_tokens=0), "max_new_tokens must be at least 1"),
     "seed": (ServeRequest([9], seed="x"), "seed must be an integer"),
-    "time": (ServeRequest([9], options={"max_time": 1}), "do not take max_time"),
+    "time": (ServeRequest([9], options={"max_time": 1}), "serve does not take max_time"),
     "option": (ServeRequest([9], options={"top_q": 1}), "unknown option 'top_q'"),
 }
 
@@ -210,6 +210,31 @@ def test_one_prompt_is_no_list_of_requests(target) -> None:
 def test_what_cannot_be_shared_is_refused_by_name(target, options, reason) -> None:
     with pytest.raises(UserError, match=reason):
         list(Decoder(target).serve([[9]], **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"generation_config": GenerationConfig(num_beams=2)}, "serve does not take num_beams"),
+        ({"generation_config": GenerationConfig(max_time=9.0)}, "serve does not take max_time"),
+        ({"num_return_sequences": 2, "temperature": 1}, "serve does not take num_return_sequences"),
+        ({"max_time": 9}, "serve does not take max_time"),
+        (
+            {"logits_processor": [PrefixConstrainedLogitsProcessor(lambda row, ids: [9], 1)]},
+            "serve does not take prefix_allowed_tokens_fn",
+        ),
+    ],
+)
+def test_what_one_request_cannot_ask_is_its_own_error(target, options, reason) -> None:
+    requests = [ServeRequest([9, 10]), ServeRequest([9, 10], options=options)]
+    answers = {each.id: each for each in Decoder(target).serve(requests, max_new_tokens=4)}
+    assert answers[0].tokens == Decoder(target).generate([9, 10], max_new_tokens=4).sequences[0]
+    assert reason in answers[1].error
+
+
+def test_an_option_that_is_none_is_left_out(target) -> None:
+    [answer] = Decoder(target).serve([ServeRequest([9, 10], options={"num_beams": None})])
+    assert answer.error is None
 
 
 @pytest.mark.parametrize("name", ["none", "draft-model", "parallel:own"])
