@@ -2,7 +2,7 @@
 
 Each question is answered by plain decoding of one row, greedily and by seeded draws; then by each
 way of drafting, alone and in batches. In bfloat16 on a CPU with our kernels all must be equal; with
-ATEN_CPU_CAPABILITY=avx2 they are those for AVX2. The file is written after each batch; the same
+DRAFTHEAD_KERNELS=avx2 they are those for AVX2. The file is written after each batch; the same
 command goes on from there.
 """
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
+from drafthead.core.errors import UserError, reason_of
 from drafthead.core.storage.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ def write_cached(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-    except OSError as error:
-        log_unusable(path.parent, error.strerror)
+    except (OSError, UserError) as error:
+        log_unusable(path.parent, reason_of(error.__cause__ or error))
 
 
 def usable_cache_folder(name: str) -> Path | None:
@@ -70,11 +71,11 @@ def reason_against(folder: Path) -> str | None:
         with TemporaryFile(dir=folder):
             return None
     except OSError as error:
-        return error.strerror or str(error)
+        return reason_of(error)
 
 
 @cache
-def log_unusable(folder: Path, reason: str | None) -> None:
+def log_unusable(folder: Path, reason: str) -> None:
     """Log, once a process, that a folder of the cache is left out."""
     logger.warning(
         "cannot write the cache %s (%s): slow work is repeated in each run",

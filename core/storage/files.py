@@ -9,7 +9,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
-from drafthead.core.errors import UserError, first_line
+from drafthead.core.errors import UserError, reason_of
 
 
 def plain_path(path: Path, below: Sequence[Path] | None = None) -> Path:
@@ -33,8 +33,7 @@ def plain_path(path: Path, below: Sequence[Path] | None = None) -> Path:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UserError(f"{name} cannot be read: {reason}") from error
+        raise UserError(f"{name} cannot be read: {reason_of(error)}") from error
     return path
 
 

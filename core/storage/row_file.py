@@ -8,7 +8,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Any
 
-from drafthead.core.errors import UserError, first_line
+from drafthead.core.errors import UserError, reason_of
 from drafthead.core.storage.files import plain_path
 
 
@@ -126,5 +126,4 @@ class RowFile:
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
-            raise UserError(f"{self.path} cannot be written: {reason}") from error
+            raise UserError(f"{self.path} cannot be written: {reason_of(error)}") from error

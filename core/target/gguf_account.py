@@ -95,9 +95,11 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     Raises UserError for a value that the model's class has no setting for.
     """
     name, tensors = MODEL_TYPES.get(file.architecture, file.architecture), file.tensors
+    if not isinstance(tokens := file.get("tokenizer.ggml.tokens"), list):
+        raise UserError(f"{file.path} cannot be read: it has no list tokenizer.ggml.tokens")
     usual = AutoConfig.for_model(name)
     found = {
-        "vocab_size": len(file.get("tokenizer.ggml.tokens")),
+        "vocab_size": len(tokens),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),

@@ -4,7 +4,6 @@ This file imports no library: the command line finds a file before it imports an
 """
 
 import hashlib
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +15,8 @@ from drafthead.core.storage.names import FETCHED_MODELS
 
 OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 ACCOUNT_FILE = "gguf.json"  # in a description: what was read of its file
-# Goes up when descriptions hold more of their files: older ones are made again.
-VERSION = 4
+# Goes up when descriptions hold something else of their files: older ones are made again.
+VERSION = 5
 BEGINNING = 32 * 2**20  # bytes, more than the largest vocabularies take
 
 
@@ -83,8 +82,11 @@ def description_of(file: Path) -> Path:
             made = Path(scratch) / folder.name
             made.mkdir()
             write_json(made / ACCOUNT_FILE, describe(file, made))
-            with suppress(OSError):  # another process may have been first
+            try:
                 made.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise
     return folder
 
 

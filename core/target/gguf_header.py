@@ -60,11 +60,13 @@ class GgufFile:
                 raise UserError(f"{path} has version {version} of GGUF: write it with version 3")
             self.fields = {self.string(): self.value(self.number("I")) for _ in range(keys)}
             described = [self.description() for _ in range(tensors)]
-            start = self.at + -self.at % self.fields.get("general.alignment", 32)
+            start = self.at + -self.at % self.count_of("general.alignment", 32)
             self.tensors = {
                 name: self.tensor(start, sizes, kind, place)
                 for name, sizes, kind, place in described
             }
+        except UserError:
+            raise
         except (struct.error, ValueError, KeyError, RuntimeError) as error:
             raise UserError(
                 f"{path} is damaged or was not downloaded to its end ({type(error).__name__}: "
@@ -78,7 +80,8 @@ class GgufFile:
         path = self.path
         if (kind := self.fields.get("general.type", "model")) != "model":
             raise UserError(f"{path} holds no model but what general.type calls {kind!r}")
-        if (parts := self.fields.get("split.count", 1)) > 1:
+        # 0 in files that llama-gguf-split has joined.
+        if (parts := self.count_of("split.count", 1, least=0)) > 1:
             raise UserError(
                 f"{path} is one of {parts} parts: join them with "
                 "`llama-gguf-split --merge` and name the result"
@@ -95,6 +98,13 @@ class GgufFile:
         if key in self.fields:
             self.used.add(key)
         return self.fields.get(key, default)
+
+    def count_of(self, key: str, default: int, least: int = 1) -> int:
+        """The value of a key that is a number of something; UserError where it can be none."""
+        value = self.fields.get(key, default)
+        if type(value) is not int or value < least:
+            raise self.refusal(key, f"which must be a number from {least} on: fetch it again")
+        return value
 
     def of_model(self, name: str, default: Any = None) -> Any:
         """The value of one of the architecture's keys, one number where each layer has the same."""

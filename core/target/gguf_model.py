@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, first_line
 from drafthead.core.storage.files import write_json
 from drafthead.core.storage.mapped_files import let_go
 from drafthead.core.target.block_modules import keeps_blocks, put_blocks
@@ -56,6 +56,19 @@ def describe(path: Path, folder: Path) -> dict[str, Any]:
     Returns what became of each key; raises UserError for one that the model would not follow.
     """
     file = GgufFile(path)
+    try:
+        return described(file, folder)
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # of values of a wrong type or size, of any kind
+        raise UserError(
+            f"{path} cannot be read: what its keys say is no model ({type(error).__name__}: "
+            f"{first_line(error)})"
+        ) from error
+
+
+def described(file: GgufFile, folder: Path) -> dict[str, Any]:
+    """`describe` for a file whose keys may have any values; raises errors of any kind."""
     config = config_of(file)
     apply_rope(file, config)
     generation = GenerationConfig.from_model_config(config)
@@ -66,7 +79,6 @@ def describe(path: Path, folder: Path) -> dict[str, Any]:
         part.save_pretrained(folder)
     state_added_tokens(tokenizer, folder / "tokenizer_config.json")
     return {
-        "file": str(path),
         "architecture": file.architecture,
         "weights": len(file.tensors),
         "rope": getattr(config, "rope_parameters", None),

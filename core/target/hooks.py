@@ -24,6 +24,8 @@ from drafthead.core.target.features import Features, FeatureSpec
 # Not attributes of the models, which could then be neither copied nor pickled.
 _locks: WeakKeyDictionary[nn.Module, Lock] = WeakKeyDictionary()
 _looking_up = Lock()
+# Attributes of modules that passes set and take back, see `evaluating` and `StatefulLayers`.
+OF_PASSES = {"forward", "training"}
 
 
 def hook_lock(model: nn.Module) -> Lock:
@@ -74,15 +76,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def leaving_nothing(model: nn.Module) -> Iterator[None]:
-    """Within, passes may leave states in modules; after it these hold what they held before."""
+    """Within, passes may leave states in modules; after it these hold what they held before.
+
+    Other threads may make passes meanwhile: they find all that they need at any time, and what
+    comes and goes with passes is left to these.
+    """
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
     try:
         yield
     finally:
         for part, attributes, buffers in before:
             for held, own in ((vars(part), attributes), (part._buffers, buffers)):
-                held.clear()
-                held.update(own)
+                for name in held.keys() - own.keys() - OF_PASSES:
+                    del held[name]
+                held.update({name: own[name] for name in own.keys() - OF_PASSES})
 
 
 class Place(NamedTuple):

@@ -395,14 +395,15 @@ class StatefulLayers:
     The caller holds the model's `hook_lock`. Passes of other threads run as ever.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]):
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
         self.layers = [
             StatefulLayer(module) if is_known(module) else TokenLayer(module, number)
             for number, module in enumerate(modules)
         ]
-        # Whether single tokens leave the states that a pass over a prompt does, see `difference`.
+        # Whether single tokens leave the states that a pass over a prompt does, see `differences`.
         limits = [getattr(module, "time_step_limit", NO_LIMIT) for module in modules]
-        self.read_alike = all(tuple(map(float, limit)) == NO_LIMIT for limit in limits)
+        read_alike = all(tuple(map(float, limit)) == NO_LIMIT for limit in limits)
+        self.cache_class = cache_class(model, read_alike)
 
     def __enter__(self) -> None:
         for layer in self.layers:
@@ -429,7 +430,7 @@ def stateful_layers(model: nn.Module) -> StatefulLayers | None:
                 f"{type(model).__name__} is not supported as a target where its layers are on "
                 "several devices or on disk: they carry a running state"
             )
-    return StatefulLayers(modules) if modules else None
+    return StatefulLayers(model, modules) if modules else None
 
 
 def own_cache(model: nn.Module) -> type[Cache] | None:
@@ -438,11 +439,11 @@ def own_cache(model: nn.Module) -> type[Cache] | None:
     return next((kind for kind in kinds if issubclass(kind, Cache)), None)
 
 
-def cache_class(model: nn.Module, layers: StatefulLayers) -> type[StateCache]:
+def cache_class(model: nn.Module, read_alike: bool) -> type[StateCache]:
     """The class of `StateCache` that a model takes: some ask for one of their own."""
     own = own_cache(model)
     kinds = (StateCache,) if own is None else (StateCache, own)
-    return type("OwnStateCache", kinds, {"reads_alike": layers.read_alike})
+    return type("OwnStateCache", kinds, {"reads_alike": read_alike})
 
 
 def differences(target: Any) -> tuple[float, float]:

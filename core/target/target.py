@@ -47,7 +47,7 @@ from drafthead.core.target.masks import (
     masks_by_kind,
     uses_alibi,
 )
-from drafthead.core.target.running_states import cache_class, differences, stateful_layers
+from drafthead.core.target.running_states import differences, stateful_layers
 from drafthead.core.target.tree_cache import TreeCache
 from drafthead.core.target.weight_types import BITSANDBYTES, INT4, INT8, quantisation_of
 
@@ -186,7 +186,7 @@ class Target:
                 f"{name} is not supported as a target: going on from its running state, a tree's "
                 f"logits differ by {share:.1%} from those of single tokens"
             )
-        self.stateful_layers.read_alike &= as_prompt < most
+        self.stateful_layers.cache_class.reads_alike &= as_prompt < most
 
     def sample_pass(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden states [1, T, D] and the model's own logits [1, T, V] of some tokens."""
@@ -342,7 +342,7 @@ class Target:
     def new_cache(self) -> TreeCache:
         """An empty cache for passes of this target."""
         layers = self.stateful_layers
-        return TreeCache() if layers is None else cache_class(self.model, layers)()
+        return TreeCache() if layers is None else layers.cache_class()
 
     @property
     def reads_rows_alone(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 import yaml
 from pydantic import ValidationError
 
-from drafthead.core.errors import UserError
+from drafthead.core.errors import UserError, reason_of
 from drafthead.core.settings import reader, sentence
 from drafthead.core.storage.names import refuse_missing_data, refuse_missing_model
 from drafthead.train.settings import (
@@ -182,8 +182,7 @@ def read_yaml(path: Path) -> dict[str, Given]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the configuration {path}: {reason}") from error
+        raise UserError(f"cannot read the configuration {path}: {reason_of(error)}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,24 @@ def test_where_nothing_can_be_written_one_sentence_is_logged(
     reason = "Read-only file system" if place == "read-only" else "Not a directory"
     assert f"{cache_folder('kind')} ({reason})" in record.getMessage()
     assert [file.name for file in tmp_path.iterdir()] == ["regular"]
+
+
+@pytest.mark.parametrize("refused", ["stat", "open", "replace"])
+def test_a_folder_that_this_user_may_not_enter_stops_nothing(
+    refused, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, before = cache_folder("kind") / "file", getattr(Path, refused)
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        if self.name.startswith(path.name):
+            raise PermissionError(13, "Permission denied")
+        return before(self, *args, **options)
+
+    path.parent.mkdir(parents=True)
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr(Path, refused, refuse)
+        write_cached(path, "text")
+    [record] = caplog.records
+    assert f"{path.parent} (Permission denied)" in record.getMessage()
+    assert not [*path.parent.iterdir()]

@@ -4,6 +4,7 @@ import os
 import struct
 from copy import deepcopy
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import gguf
@@ -165,6 +166,26 @@ def test_a_description_that_fails_leaves_nothing(tmp_path, monkeypatch) -> None:
     assert not list((tmp_path / "cache" / "drafthead" / "gguf").iterdir())
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_description_that_cannot_be_kept_is_an_error_unless_another_process_was_first(
+    tmp_path, monkeypatch, is_there
+) -> None:
+    path = tmp_path / "small.gguf"
+    write_small(path)
+
+    def refuse(made: Path, folder: Path) -> None:
+        if is_there:
+            copytree(made, folder)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    if is_there:
+        assert (Path(model_folder(path)) / "config.json").exists()
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            model_folder(path)
+
+
 def test_without_a_cache_a_description_lasts_for_the_process(tmp_path) -> None:
     path = tmp_path / "small.gguf"
     write_small(path)
@@ -206,6 +227,29 @@ def say(path: Path, key: bytes, value: bytes) -> None:
     path.write_bytes(content[:16] + struct.pack("<Q", count + 1) + entry + content[24:])
 
 
+def say_other(path: Path, key: bytes, kind: int, value: int) -> None:
+    """Say a key's value of four bytes as another, of a type."""
+    content = path.read_bytes()
+    end = content.index(key + struct.pack("<I", NUMBER)) + len(key)
+    path.write_bytes(content[:end] + struct.pack("<II", kind, value) + content[end + 8 :])
+
+
+def rename(path: Path, key: bytes, other: bytes) -> None:
+    assert len(key) == len(other)
+    path.write_bytes(path.read_bytes().replace(key, other))
+
+
+TEXT_VALUE = struct.pack("<IQ", 8, 4) + b"many"
+NUMBER, FLOAT = 4, 6
+
+
+def test_a_file_that_was_joined_of_parts_is_whole(tmp_path) -> None:
+    path = tmp_path / "joined.gguf"
+    write_small(path)
+    say(path, b"split.count", struct.pack("<IH", 2, 0))  # as llama-gguf-split --merge leaves it
+    assert (Path(model_folder(path)) / "config.json").exists()
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -220,6 +264,35 @@ def say(path: Path, key: bytes, value: bytes) -> None:
             "holds no model but what general.type calls 'adapter'",
         ),
         (lambda path: write_small(path, arch="wavtokenizer-dec"), "wavtokenizer-dec"),
+        (
+            lambda path: say(path, b"general.alignment", struct.pack("<II", NUMBER, 0)),
+            "general.alignment is 0, which must be a number from 1 on",
+        ),
+        (
+            lambda path: say(path, b"general.alignment", struct.pack("<Ii", 5, -32)),
+            "general.alignment is -32, which must be",
+        ),
+        (
+            lambda path: say(path, b"general.alignment", TEXT_VALUE),
+            "general.alignment is many, which must be",
+        ),
+        (lambda path: say(path, b"split.count", TEXT_VALUE), "split.count is many, which must be"),
+        (
+            lambda path: rename(path, b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenz"),
+            "has no list tokenizer.ggml.tokens",
+        ),
+        (
+            lambda path: say_other(path, b"llama.attention.head_count", NUMBER, 0),
+            "what its keys say is no model .ZeroDivisionError: ",
+        ),
+        (
+            lambda path: say_other(path, b"llama.embedding_length", FLOAT, 0),
+            "what its keys say is no model .*'hidden_size'",
+        ),
+        (
+            lambda path: say_other(path, b"tokenizer.ggml.eos_token_id", NUMBER, 2**31),
+            "what its keys say is no model .IndexError: ",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, damage, problem) -> None:

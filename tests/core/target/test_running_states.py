@@ -109,6 +109,14 @@ def test_a_text_goes_on_where_its_tokens_leave_what_a_prompt_leaves(name: str) -
     check_same(cache, cache_of(target, text[:length]))
 
 
+@pytest.mark.parametrize(("name", "is_alike"), [("lfm2", True), ("zamba2", False)])
+def test_all_caches_of_a_target_are_of_one_class(name: str, is_alike: bool) -> None:
+    target = made(name)
+    first, second = target.new_cache(), target.new_cache()
+    assert isinstance(first, StateCache) and first is not second
+    assert type(first) is type(second) and first.reads_alike is is_alike
+
+
 BRANCHED = -1, 0, 0, 1  # a root with two children, of which the first has one
 
 
