@@ -111,7 +111,7 @@ def main(
     decoders = {way: plain.with_drafts(draft or None) for way, draft in ways.items()}
     grammars, seconds, counts = JsonGrammars(plain), defaultdict(float), defaultdict(int)
     passes, differing = defaultdict(int), 0
-    fitting = (task for task in tasks_in(bfcl) if fits(plain, task))
+    fitting = (task for task in tasks_in(bfcl) if fits(task))
     for place, task in enumerate(tqdm(islice(fitting, answers + 2), total=answers + 2)):
         for heat in temperature or [0.0, 0.7]:
             options = {"max_new_tokens": tokens, "temperature": heat, "seed": place}
@@ -154,8 +154,8 @@ def main(
     write_record(output, {"target": target, "head": head, "rows": rows, "differing": differing})
 
 
-def fits(decoder: Decoder, task: Task) -> bool:
-    """Whether the prompt is short enough, and the grammar one that the server takes."""
+def fits(task: Task) -> bool:
+    """Whether the prompt is short enough."""
     return len(str(task.messages)) < 3 * LONGEST_PROMPT
 
 

@@ -11,14 +11,14 @@ import os
 import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import typer
+from bandwidth import seconds_of
 from random_models import SHAPES, random_llama
 from recorded import about_run
 from tqdm import trange
@@ -34,16 +34,10 @@ from drafthead.infer.timing.step_timing import PROMPT_TOKENS, UNTIMED_STEPS, VIS
 from drafthead.lab.reports.report import Table, number, print_table
 from drafthead.lab.theory.chains import greedy_stepper, pass_alone
 
+CPU = torch.device("cpu")
 NODES, PROMPTS = (4, 16, 32, 64), (64, 512)
 ANSWER = 32  # tokens of plain decoding
 RUN = ("model", "weights", "kernels")  # names a row of the file
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """The seconds of a call."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
 
 
 def random_prompt(decoder: Decoder, tokens: int) -> list[int]:
@@ -71,7 +65,7 @@ def measured(decoder: Decoder, rounds: int) -> dict[str, float]:
 
     def visit(nodes: int) -> float:
         run = pass_alone(stepper, nodes)
-        taken = [seconds_of(lambda: most_probable(run().logits)) for _ in range(VISIT_STEPS)]
+        taken = [seconds_of(lambda: most_probable(run().logits), CPU) for _ in range(VISIT_STEPS)]
         return median(taken[UNTIMED_STEPS:])
 
     found: dict[str, list[float]] = {}
@@ -82,7 +76,7 @@ def measured(decoder: Decoder, rounds: int) -> dict[str, float]:
             before, took, after = map(visit, (1, nodes, 1))
             found.setdefault(f"{nodes} / plain", []).append(2 * took / (before + after))
         for tokens in PROMPTS:
-            seconds = seconds_of(stepper_for(decoder, tokens).prefill)
+            seconds = seconds_of(stepper_for(decoder, tokens).prefill, CPU)
             found.setdefault(f"prompt of {tokens}, s", []).append(seconds)
     return {name: median(numbers) for name, numbers in found.items()}
 
@@ -91,7 +85,7 @@ def loaded(target: str, dtype: str) -> Decoder:
     """A plain decoder of a model or of random weights."""
     if target not in SHAPES:
         return Decoder.from_pretrained(target, dtype=dtype)
-    model = random_llama(target, torch.device("cpu")).model
+    model = random_llama(target, CPU).model
     if dtype == "int8":
         to_int8(model)
     return Decoder.from_pretrained(model)
@@ -102,7 +96,8 @@ def first_token(target: str, dtype: str) -> dict[str, float]:
     words = ["generate", "--prompt", "Hello", "--max-new-tokens", "1"]
     words += ["--target", target, "--dtype", dtype]
     command = [sys.executable, "-m", "drafthead.scripts.cli", *words]
-    seconds = seconds_of(lambda: subprocess.run(command, check=True, capture_output=True))
+    ran = partial(subprocess.run, command, check=True, capture_output=True)
+    seconds = seconds_of(ran, CPU)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return {"memory, GB": peak / 1e9, "first token, s": seconds}
 

@@ -96,10 +96,11 @@ class Server:
             body = await request.body()
         except ClientDisconnect:
             return Response(status_code=GONE)
+        request.state.size = len(body)
 
         async def attended() -> Response:
             read = partial(self.limits.read, body, content_type, kind)
-            asked = await self.reading.do(request.state.client, len(body), read)
+            asked = await self.reading.do(request.state.client, request.state.size, read)
             self.refuse_other(asked.model)
             return await work(asked, request)
 
@@ -109,7 +110,7 @@ class Server:
     async def load(self, asked: DraftsRequest, request: Request) -> Response:
         """Draft with something else from now on; requests at work go on as they began."""
         drafts = [asked.draft] if isinstance(asked.draft, str) else asked.draft
-        await self.loading.do(request.state.client, 0, partial(self.draft_with, drafts))
+        await self.loading.do(request.state.client, 1, partial(self.draft_with, drafts))
         return JSONResponse({"draft": asked.draft, "drafters": self.drafters})
 
     def draft_with(self, drafts: Sequence[str]) -> None:
@@ -132,7 +133,7 @@ class Server:
 
     async def respond(self, asked: ResponsesRequest, request: Request) -> Response:
         """The next items of a conversation."""
-        chat = await self.reading.do(request.state.client, 0, asked.chat)
+        chat = await self.reading.do(request.state.client, request.state.size, asked.chat)
         return await self.answer(chat, request, asked)
 
     async def answer(
@@ -146,7 +147,8 @@ class Server:
         self.loop.line.refuse(1, client)
         inbox = Inbox(client, request.state.salt)
         threads = self.forming if asked.has_form else self.reading
-        jobs = await threads.do(client, 0, lambda: self.reader.jobs(asked, inbox))
+        read = partial(self.reader.jobs, asked, inbox, self.loop.recorder is not None)
+        jobs = await threads.do(client, request.state.size, read)
         most = self.options.max_queue + self.options.max_batch
         if len(jobs) > most:
             raise ApiError(400, f"a request may have {most} answers here, not {len(jobs)}", "n")
@@ -162,7 +164,7 @@ class Server:
     async def tokenize(self, asked: TextRequest, request: Request) -> Response:
         """The tokens of a text or a conversation."""
         read = partial(asked.prompts, self.decoder)
-        [ids] = await self.reading.do(request.state.client, 0, read)
+        [ids] = await self.reading.do(request.state.client, request.state.size, read)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.max_length})
 
     async def detokenize(self, asked: TokensRequest, request: Request) -> Response:
@@ -172,7 +174,8 @@ class Server:
             self.reader.refuse_unknown(asked.tokens, "tokens")
             return self.tokenizer.decode(asked.tokens)
 
-        return JSONResponse({"prompt": await self.reading.do(request.state.client, 0, read)})
+        text = await self.reading.do(request.state.client, request.state.size, read)
+        return JSONResponse({"prompt": text})
 
     def refuse_other(self, model: str | None) -> None:
         """Raise ApiError 404 for a model that is not the one that is served."""
@@ -192,7 +195,7 @@ class Server:
 
     def end(self) -> None:
         """Give up what is not answered yet, and tell those who wait."""
-        count = self.loop.line.end(ENDED)
+        count = self.loop.end(ENDED)
         self.ending.set()
         logger.warning("the server ends: %d answers are broken off", count)
 
@@ -268,11 +271,6 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(UserError)
     async def unfit(request: Request, error: UserError) -> JSONResponse:
         return answer_to(ApiError(400, str(error)), request.scope)
-
-    @app.exception_handler(Exception)  # it is logged with its traceback
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        sentence = f"the server failed: {type(error).__name__}"
-        return answer_to(ApiError(500, sentence), request.scope)
 
 
 def add_work(app: FastAPI, server: Server) -> None:

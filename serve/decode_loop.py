@@ -97,7 +97,7 @@ class Scorings:
         """Score a part of the first prompt, unless nobody waits for it any more."""
         passes, found = self.waiting[0]
         try:
-            if not found.cancelled():
+            if not found.done():
                 next(passes)
                 return []
             self.waiting.popleft()
@@ -181,6 +181,8 @@ class DecodeLoop:
 
     def _give_up(self, job: Job, error: ApiError) -> None:
         """Tell a client that its answer does not come."""
+        if job.visit not in (*self.line.waiting, *self.line.inside):  # late: it has left already
+            job.metrics.end("abort")
         job.inbox.pieces.put_nowait((job.id, error))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -195,12 +197,18 @@ class DecodeLoop:
     async def score(self, job: Job, top: int) -> Logprobs:
         """Score the tokens of a prompt with the target; raises ApiError as `Line.place`."""
         prompt = job.request.prompts[0]
-        async with self.scoring.place(job.inbox.client, len(prompt)):
+        async with self.scoring.place(job.inbox.client, len(prompt)) as visit:
             found = asyncio.get_running_loop().create_future()
+            visit.give_up = lambda error: None if found.done() else found.set_exception(error)
             with self.changed:
                 self.scorings.waiting.append((scored_prompt(self.target, prompt, top), found))
                 self.changed.notify()
             return await found
+
+    def end(self, error: ApiError) -> int:
+        """Give up all answers, and scores of prompts; returns how many answers there were."""
+        self.scoring.end(error)
+        return self.line.end(error)
 
     def stop(self) -> None:
         """End the thread after its turn."""

@@ -104,7 +104,7 @@ class Gate:
 
         given, began = Headers(scope=scope).get("x-request-id", ""), time.monotonic()
         id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        status, address = GONE, (scope.get("client") or ["?"])[0]
+        status, address = 0, (scope.get("client") or ["?"])[0]
         state = scope.setdefault("state", {})
         state |= {"client": address, "salt": "", "reason": ""}
 
@@ -121,7 +121,13 @@ class Gate:
 
         try:
             await self._let_in(scope, receive, careful)
+        except Exception as error:  # it is logged with its traceback where it ends up
+            if not status:
+                failed = ApiError(500, f"the server failed: {type(error).__name__}")
+                await answer_to(failed, scope)(scope, receive, careful)
+            raise
         finally:
+            status = status or GONE
             if status >= 400 or scope["path"] not in OPEN_PATHS:
                 path, used = quote(scope["path"])[:200], state.get("answer")
                 about = state["reason"] if used is None else f", {used.account()}{state['reason']}"

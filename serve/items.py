@@ -281,7 +281,7 @@ class ItemsResponse(Response):
             "parallel_tool_calls": chat.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
-            "store": self.loop.recorder is not None and self.jobs[0].source is not None,
+            "store": self.jobs[0].source is not None,
             "temperature": 1.0 if chat.temperature is None else chat.temperature,
             "text": {"format": form},
             "tool_choice": asked.tool_choice or "auto",
@@ -308,6 +308,8 @@ class ItemsResponse(Response):
 
     def _written(self, event: dict[str, Any]) -> str:
         """An event as it is sent, with its number; that of an error has no object around it."""
-        event = {"type": "error", **event["error"]} if "error" in event else event
+        if "error" in event:
+            error = event["error"]
+            event = {**error, "type": "error", "code": error["code"] or error["type"]}
         numbered = {**event, "sequence_number": next(self.numbers)}
         return f"event: {event['type']}\ndata: {json.dumps(numbered)}\n\n"

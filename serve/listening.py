@@ -24,8 +24,8 @@ MOMENT = 1.0  # second in which it follows at the latest where clients are quick
 MOST_CONNECTIONS = 1024
 OTHER_FILES = 64  # that the process may have open beside connections
 LAST_SECONDS = 2  # for clients to learn that their answers do not come
-# After which a waiting thread is let in. The thread that decodes waits at each of its many short
-# calls while another reads a large body; Python's 5 ms made answers 2.8 times as slow, not 2.3.
+# After which a waiting thread is let in. The thread that decodes waits so long at each of its many
+# short calls while another reads a large body; Python's own 5 ms would hold up answers far more.
 SWITCH_SECONDS = 2e-4
 
 

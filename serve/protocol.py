@@ -572,8 +572,8 @@ class Reader:
     grammars: JsonGrammars
     sampling: Mapping[str, float] = field(default_factory=dict)  # of requests that name none
 
-    def jobs(self, asked: Asked, inbox: Inbox) -> list[Job]:
-        """The answers that a request asks for.
+    def jobs(self, asked: Asked, inbox: Inbox, records: bool = False) -> list[Job]:
+        """The answers that a request asks for, each with its source where the server records.
 
         Raises ApiError 400 and UserError for what cannot be honoured.
         """
@@ -585,14 +585,15 @@ class Reader:
         seed, jobs = secrets.randbits(62) if asked.seed is None else asked.seed, list[Job]()
         for number, prompt in enumerate(prompts):
             self.refuse_unknown(prompt, "prompt")
-            begun = self.has_begun(asked, prompt)
-            for _ in range(asked.n):
+            begun, source = self.has_begun(asked, prompt), None
+            for choice in range(asked.n):
                 text = self.text(asked, prompt)
                 request = self.request(asked, prompt, begun, seed + len(jobs))
                 salt = inbox.salt + asked.cache_salt
                 request = replace(request, stops=[text], cache_salt=salt)
-                metrics, source = AnswerMetrics(self.metrics), self.source(asked, request)
-                own = inbox, text, metrics, len(jobs), number
+                if records and choice == 0:
+                    source = self.source(asked, request)
+                own = inbox, text, AnswerMetrics(self.metrics), len(jobs), number
                 jobs.append(Job(request, *own, thinks=begun, source=source))
         return jobs
 

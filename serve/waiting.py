@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -133,9 +133,8 @@ class Line:
         oldest = self.turns % 2 == 0
         return min(equals, key=lambda each: 0 if oldest else each.size, default=None)
 
-    @asynccontextmanager
-    async def place(self, client: str, size: int) -> AsyncIterator[None]:
-        """A place within a block; raises ApiError 429 and 503 where there is none."""
+    async def arrive(self, client: str, size: int) -> Visit:
+        """Wait for a place, which the visit has until it leaves; raises ApiError 429 and 503."""
         there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         visit = Visit(
             client,
@@ -146,7 +145,17 @@ class Line:
         self.enter([visit])
         try:
             await there
-            yield
+        except BaseException:
+            self.leave(visit)
+            raise
+        return visit
+
+    @asynccontextmanager
+    async def place(self, client: str, size: int) -> AsyncIterator[Visit]:
+        """A place within a block; raises ApiError 429 and 503 where there is none."""
+        visit = await self.arrive(client, size)
+        try:
+            yield visit
         finally:
             self.leave(visit)
 
@@ -159,6 +168,16 @@ class Threads(Line):
         self.pool = ThreadPoolExecutor(places, thread_name_prefix=name)
 
     async def do(self, client: str, size: int, function: Callable[[], Found]) -> Found:
-        """Call a function in its turn; nothing is begun for a client that has left."""
-        async with self.place(client, size):
-            return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+        """Call a function in its turn; nothing is begun for a client that has left.
+
+        The place is free when the thread is, also where the client leaves before.
+        """
+        visit, loop = await self.arrive(client, size), asyncio.get_running_loop()
+
+        def leave(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.leave, visit)
+
+        working = self.pool.submit(function)
+        working.add_done_callback(leave)
+        return await asyncio.wrap_future(working)

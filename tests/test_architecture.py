@@ -132,7 +132,7 @@ LIMITS = {
     "lines of contrib": 1200,
     "lines of train": 7599,
     "lines of lab": 6769,
-    "lines of serve": 3508,
+    "lines of serve": 3542,
     "lines of scripts": 2972,
     "lines of C++": 4000,
     "chain of imports": 23,

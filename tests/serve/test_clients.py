@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
+from drafthead.infer.scheduling.running_rows import RunningRows
 from drafthead.serve.app import make_app
 from drafthead.serve.json_grammar import Form, GrammarTrial, text_grammar
 from drafthead.serve.protocol import Reader
@@ -273,11 +274,22 @@ def test_a_response_is_the_chats_answer_whole_and_in_events(api, client) -> None
     assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
 
 
+def test_an_error_within_events_is_one_of_them(client, monkeypatch) -> None:
+    monkeypatch.setattr(RunningRows, "admit", lambda *_: 1 / 0)
+    body = {"input": "hello", "temperature": 0, "max_output_tokens": 3, "stream": True}
+    last = client.post(RESPONSES, json=body).text.split("\n\n")[-2]
+    assert last.startswith("event: error\ndata: ")
+    error = json.loads(last.partition("data: ")[2])
+    assert error.pop("sequence_number") > 0
+    message = "decoding failed: division by zero"
+    assert error == {"type": "error", "code": "server_error", "message": message, "param": None}
+
+
 def test_calls_of_items_come_back_with_their_results(api, client, monkeypatch) -> None:
     seen: list[Any] = []
     real = Reader.jobs
     monkeypatch.setattr(
-        Reader, "jobs", lambda self, asked, inbox: seen.append(asked) or real(self, asked, inbox)
+        Reader, "jobs", lambda self, asked, *more: seen.append(asked) or real(self, asked, *more)
     )
     with monkeypatch.context() as patched:
         say(patched, CALLED)

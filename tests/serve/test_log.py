@@ -21,6 +21,7 @@ from drafthead.infer import Decoder
 from drafthead.scripts.serve import LogLines
 from drafthead.serve import gate, listening
 from drafthead.serve.app import make_app
+from drafthead.serve.decode_loop import Scorings
 from drafthead.serve.listening import Connection, Listening
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.server_options import ServerOptions
@@ -124,6 +125,39 @@ def test_the_first_line_tells_what_is_served_and_the_last_what_was_broken_off(
     assert facts in first and f"context of 4096 tokens at http://127.0.0.1:{port}" in first
     assert last == ["the server ends: 2 answers are broken off"]
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_those_whose_prompts_are_scored_are_told_of_the_end(decoder, monkeypatch) -> None:
+    monkeypatch.setattr(Scorings, "turn", lambda _: time.sleep(0.01) or [])
+    body = {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": True}
+    with served(decoder) as (server, port):
+        lines = [http.client.HTTPConnection("127.0.0.1", port, timeout=20) for _ in range(2)]
+        for line in lines:
+            line.request("POST", COMPLETIONS, json.dumps(body), JSON)
+        streams, loop = [line.getresponse() for line in lines], server.server.loop
+        while not (loop.scorings.count and loop.scoring.waiting):
+            time.sleep(0.01)
+        server.should_exit = True
+        for stream in streams:
+            [event] = stream.read().decode().split("\n\n")[:-1]
+            error = json.loads(event.removeprefix("data: "))["error"]
+            assert "has ended before the answer" in error["message"]
+
+
+def test_what_fails_has_a_line_an_id_and_a_traceback(decoder, caplog, monkeypatch) -> None:
+    monkeypatch.setattr("drafthead.serve.protocol.encode", lambda *_, **__: 1 / 0)
+    caplog.set_level(logging.INFO)
+    with served(decoder) as (_, port):
+        response = asks(port)
+        error = json.loads(response.read())["error"]
+    assert response.status == 500 and error["message"] == "the server failed: ZeroDivisionError"
+    headers = {name: response.headers[name] for name in gate.CAREFUL}
+    assert headers == gate.CAREFUL
+    [line] = [each.getMessage() for each in caplog.records if each.name == gate.__name__]
+    end = f"{response.headers['X-Request-Id']}: the server failed: ZeroDivisionError"
+    assert re.fullmatch(rf"\S+ POST {CHAT} 500 in \S+ s, {end}", line)
+    [failed] = [each.exc_info for each in caplog.records if each.levelno >= logging.ERROR]
+    assert failed is not None and failed[0] is ZeroDivisionError
 
 
 def test_what_drafts_is_logged_when_it_changes(decoder, caplog) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafters import make_head
@@ -16,6 +17,7 @@ from drafthead.heads.formats.drafthead import save_head
 from drafthead.infer import Decoder
 from drafthead.infer.drafters.lookup import PromptLookup
 from drafthead.serve.app import make_app
+from drafthead.serve.protocol import Reader
 from drafthead.serve.recording import Recorder
 from drafthead.serve.server_options import ServerOptions
 from drafthead.train.data.conversations import read_conversations
@@ -126,6 +128,19 @@ def test_answers_are_recorded_as_rows_that_training_reads(tmp_path: Path, caplog
         assert row.writer.name == "tiny"
     assert rows[0].messages[0]["content"] == "hello"
     assert rows[0].messages[1]["content"] == found[0]["choices"][0]["message"]["content"]
+
+
+def test_the_source_of_answers_is_made_once_where_they_are_recorded(tmp_path, monkeypatch) -> None:
+    made, source = list[Any](), Reader.source
+    monkeypatch.setattr(Reader, "source", lambda *given: (made.append(given), source(*given))[1])
+    body = {"prompt": ["abc", "de"], "n": 3, "temperature": 0.9, "max_tokens": 4}
+    with TestClient(make_app(make_decoder(), ServerOptions("tiny"))) as client:
+        assert len(client.post(COMPLETIONS, json=body).json()["choices"]) == 6
+    assert not made
+    path = tmp_path / "answers.jsonl"
+    serve_and_record(path, [(COMPLETIONS, body)])
+    said = [row.messages[0]["content"] for row in read_conversations(path)]
+    assert len(made) == 2 and sorted(said) == 3 * ["abc"] + 3 * ["de"]
 
 
 def test_an_answer_that_went_on_after_its_end_is_recorded_up_to_it(tmp_path: Path) -> None:

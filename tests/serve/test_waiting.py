@@ -18,7 +18,7 @@ from drafthead.serve.decode_loop import spare_rows
 from drafthead.serve.errors import ApiError
 from drafthead.serve.json_grammar import JsonGrammars
 from drafthead.serve.server_options import ServerOptions
-from drafthead.serve.waiting import Line, Queue, Visit
+from drafthead.serve.waiting import Line, Queue, Threads, Visit
 
 COMPLETIONS, DRAFTS = "/v1/completions", "/v1/drafts"
 KEY = "Bearer secret"
@@ -51,7 +51,11 @@ def client(decoder: Decoder) -> Iterator[TestClient]:
 
 
 async def asked(
-    app: FastAPI, path: str, body: dict[str, Any], leaves: Callable[[], Awaitable[Any]]
+    app: FastAPI,
+    path: str,
+    body: dict[str, Any],
+    leaves: Callable[[], Awaitable[Any]],
+    address: str = "1.2.3.4",
 ) -> list[int]:
     """The statuses that a client is sent who goes away when `leaves` returns."""
     sent, statuses = [{"type": "http.request", "body": json.dumps(body).encode()}], list[int]()
@@ -70,7 +74,7 @@ async def asked(
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers":
         [(name.encode(), value.encode()) for name, value in headers.items()], "query_string": b"",
         "http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {"version": "3.0"},
-        "client": ("1.2.3.4", 5),
+        "client": (address, 5),
     }  # fmt: skip
     await app(scope, receive, send)
     return statuses
@@ -119,6 +123,8 @@ def test_of_each_kind_of_work_so_many_wait_and_so_long(client, kind) -> None:
     late = client.post(path, json=body)
     assert late.status_code == 503 and "no place was free" in late.text
     assert server.queue.count == 0
+    aborted = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 1.0'
+    assert (aborted in client.get("/metrics").text) == (kind == "decoding")
     server.queue.count = server.queue.most + 16  # of other kinds
     full = client.post(path, json=body)
     assert full.status_code == 429 and full.headers["Retry-After"] == "1"
@@ -152,6 +158,32 @@ def test_a_request_with_several_answers_may_be_refused_as_a_whole(client) -> Non
     never = client.post(COMPLETIONS, json={**body, "n": 6})
     assert never.status_code == 400 and "5 answers here, not 6" in never.text
     assert len(client.post(COMPLETIONS, json={**body, "n": 5}).json()["choices"]) == 5
+
+
+def test_a_place_is_free_when_its_thread_is_though_the_client_has_left() -> None:
+    async def leave() -> None:
+        threads, begun, go = Threads(Queue(10, 1000), 1, "work"), list[str](), threading.Event()
+
+        def work(client: str) -> None:
+            begun.append(client)
+            go.wait(10)
+
+        working, waiting, last = (
+            asyncio.create_task(threads.do(name, 1, lambda name=name: work(name)))
+            for name in ("working", "waiting", "last")
+        )
+        await until(lambda: begun and len(threads.waiting) == 2)
+        for each in (working, waiting):
+            each.cancel()
+        await asyncio.wait([working, waiting])
+        assert [each.client for each in threads.inside] == ["working"], "its thread works"
+        assert [each.client for each in threads.waiting] == ["last"]
+        go.set()
+        await last
+        assert begun == ["working", "last"]
+        assert not threads.inside and threads.queue.count == 0
+
+    asyncio.run(leave())
 
 
 # ---- fairness ------------------------------------------------------------------------------------
@@ -205,6 +237,36 @@ def test_a_short_answer_waits_little_behind_forty_long_ones_of_another(others) -
         assert max(rows.ended[each] - began for each in short) <= 4 * 16
 
     run_in_loop(work)
+
+
+def test_one_clients_forms_do_not_hold_up_anothers(decoder, monkeypatch) -> None:
+    begun: list[str] = []
+
+    def refused(_: JsonGrammars, form: Any) -> Any:
+        begun.append(str(form))
+        raise ApiError(400, "hard")
+
+    monkeypatch.setattr(JsonGrammars, "compiled", refused)
+    app = make_app(Decoder(decoder.target), ServerOptions("tiny", max_queue=100))
+    with TestClient(app) as client:
+        line = app.state.server.forming
+
+        def ask(said: str, address: str) -> asyncio.Task[list[int]]:
+            body, stays = {**SHORT, "guided_regex": said}, asyncio.Event()
+            return asyncio.create_task(asked(app, COMPLETIONS, body, stays.wait, address))
+
+        async def ask_all() -> None:
+            others = holding(line)
+            tasks = [ask(f"many{number}", "1.1.1.1") for number in range(20)]
+            await until(lambda: len(line.waiting) == 20)
+            tasks.append(ask("another", "2.2.2.2"))
+            await until(lambda: len(line.waiting) == 21)
+            for each in others:
+                line.leave(each)
+            assert await asyncio.gather(*tasks) == [[400]] * 21
+
+        client.portal.call(ask_all)
+    assert len(begun) == 21 and any("another" in each for each in begun[:2])
 
 
 def test_clients_share_places_and_none_waits_for_ever() -> None:
