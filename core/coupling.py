@@ -33,16 +33,15 @@ class NextDraws(NamedTuple):
 
     def scores(
         self,
-        depth: int | slice,
-        logits: torch.Tensor,  # [B, ..., k] from the largest on; [B, d, ..., k] for d depths
+        depth: int,
+        logits: torch.Tensor,  # [B, ..., k] from the largest on
         ids: torch.Tensor,  # as logits, their tokens
     ) -> torch.Tensor:
         """Float32 logarithms [B, ..., k] of the speed of each child of nodes of a depth.
 
         The largest is the draft's guess of the target's draw.
         """
-        keys = self.keys[:, depth]
-        keys = keys.view(*keys.shape, *[1] * (ids.dim() - 1 - keys.dim()))
+        keys = self.keys[:, depth].view(-1, *[1] * (ids.dim() - 2))
         temperature, is_greedy = self.of_rows(logits.dim())
         scores = logits.float() / temperature
         # A greedy row needs more guesses than the one token that its draft would choose.
@@ -56,7 +55,7 @@ class NextDraws(NamedTuple):
 
     def best(
         self,
-        depth: int | slice,
+        depth: int,
         logits: torch.Tensor,  # as for `scores`
         ids: torch.Tensor,
         count: int,  # or all k, where there are fewer

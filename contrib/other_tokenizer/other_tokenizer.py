@@ -182,7 +182,8 @@ class OtherTokenizerSession(DraftModelSession):
         logits, tokens, log_probs = self.logits, list[torch.Tensor](), list[torch.Tensor]()
         for level in range(count):
             if level > 0:
-                logits = self._feed_one(tokens[-1], level)
+                sees_all = torch.ones(1, 1, level, dtype=torch.bool, device=logits.device)
+                logits = self._feed(tokens[-1][:, None], level, sees_all)[:, -1]
             best, ids = logits.float().max(-1)
             tokens.append(ids)
             log_probs.append(best - logits.float().logsumexp(-1))

@@ -67,6 +67,11 @@ def blind(ahead: Guess) -> Expand:
     return expand
 
 
+def known_at_roots(first: Guess, expand: Expand) -> Expand:
+    """`expand`, but the guess at the roots is there already."""
+    return lambda nodes: expand(nodes) if nodes.depth > 0 else first
+
+
 @dataclass(frozen=True)
 class Level:
     """The inner nodes of one depth of a static tree, and where their children are.

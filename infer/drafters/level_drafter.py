@@ -9,7 +9,7 @@ unsure for one more pass to pay, see `until_unsure`.
 
 from abc import abstractmethod
 from collections import defaultdict
-from functools import cache, partial
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,14 @@ from drafthead.core.target.features import NO_FEATURES
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import UNMEASURED_ALPHA, Budget, TokenTree, TreeShape
 from drafthead.heads.growing.dynamic import dynamic_tree
-from drafthead.heads.growing.levels import Guess, Level, Nodes, filled_tree, levels_of
+from drafthead.heads.growing.levels import (
+    Guess,
+    Level,
+    Nodes,
+    filled_tree,
+    known_at_roots,
+    levels_of,
+)
 from drafthead.heads.growing.static import chain_budgets
 from drafthead.infer.drafters.until_unsure import OneDraft, Sureness
 
@@ -98,7 +105,7 @@ class LevelSession(DraftSession):
         assert self.roots is not None
         if isinstance(random, RowRandom):
             given = *chain(depth, self.roots.device), self.roots, first.states
-            expand = partial(self._from, first)
+            expand = known_at_roots(first, self.expand)
             tree = filled_tree(*given, expand, sampling, random)
         else:
             self._begin_draft(budget, sampling, random)
@@ -135,10 +142,6 @@ class LevelSession(DraftSession):
         goes_on = None if self.draft is None else self.draft.goes_on
         return dynamic_tree(self.roots, first, budget, width, self.expand, draws, goes_on)
 
-    def _from(self, first: Guess, nodes: Nodes) -> Guess:
-        """`expand`, but a guess at the roots that is there already."""
-        return self.expand(nodes) if nodes.depth > 0 else first
-
     def expand(self, nodes: Nodes) -> Guess:
         """The guesses [B, n, k] of the children of drafted nodes, which stay pending."""
         tokens = self.drafter.own_ids(nodes.tokens)
@@ -148,11 +151,6 @@ class LevelSession(DraftSession):
         """The best guesses by logits [B, n, V]; what the model knows of nodes is in its cache."""
         best, places, total = largest(self.drafter.proposable(logits), DRAFT_SUPPORT)
         return Guess(total[..., :0], best, self.drafter.target_ids(places), total)
-
-    def _feed_one(self, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """Logits [B, V] after own tokens [B] of a chain at a depth, which see those before them."""
-        visible = torch.ones(1, 1, depth, dtype=torch.bool, device=tokens.device)
-        return self._feed(tokens[:, None], depth, visible)[:, -1]
 
     def _feed(self, tokens: torch.Tensor, depth: int, visible: torch.Tensor) -> torch.Tensor:
         """Pass over drafted tokens [B, n] of a depth, kept pending; logits [B, n, V] after them.

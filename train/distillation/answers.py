@@ -84,7 +84,8 @@ def distill(
     shortened: list[str] = []
     size, begun = settings.batch_size * WINDOW, max(file.written.batches, default=-1) + 1
     windows = [jobs[first : first + size] for first in range(0, len(jobs), size)]
-    with AnswerBar(already + sum(len(job.turns) for job in jobs), already) as bar:
+    there = file.written.statistics.ended.total()  # answers
+    with AnswerBar(there + sum(len(job.turns) for job in jobs), there) as bar:
         for number, dialogues in enumerate(answered(source, windows, settings, bar.count), begun):
             _write(dialogues, number, file, common)
             shortened += [d.conversation.id for d in dialogues if d.is_shortened]

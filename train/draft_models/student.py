@@ -24,6 +24,7 @@ from drafthead.core.storage.files import let_others_read, write_json, write_text
 from drafthead.core.target.any_target import load_decoder_only
 from drafthead.core.target.architecture import LAYER_NAMES, find_decoder, keep_layers
 from drafthead.core.target.block_modules import blocks_in
+from drafthead.core.target.blocks import Blocks
 from drafthead.core.target.features import FeatureSpec
 from drafthead.core.target.hooks import Taps
 from drafthead.core.target.placement import whole_weight
@@ -203,13 +204,16 @@ def copy_layers(target: Target, layers: Sequence[int], model: PreTrainedModel) -
     draft, source = find_decoder(model).state_dict(), find_decoder(target.model)
     weights: dict[str, torch.Tensor] = {}
     name_of = {str(layer): str(place) for place, layer in enumerate(layers)}
-    blocks = {n: each.dequantised(target.dtype) for n, each in blocks_in(source).items()}
-    for name, tensor in {**source.state_dict(), **blocks}.items():
+    stored: dict[str, torch.Tensor | Blocks] = {**source.state_dict(), **blocks_in(source)}
+    for name, found in stored.items():
         first, _, rest = name.partition(".")
         layer, _, inner = rest.partition(".")
+        if first in LAYER_NAMES and layer not in name_of:
+            continue
+        tensor = found.dequantised(target.dtype) if isinstance(found, Blocks) else found
         if first not in LAYER_NAMES:
             weights[name] = tensor
-        elif layer in name_of:
+        else:
             weight = whole_weight(source, name, tensor)
             weights[f"{first}.{name_of[layer]}.{inner}"] = weight
     shapes = {name: tensor.shape for name, tensor in weights.items()}

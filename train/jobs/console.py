@@ -75,14 +75,21 @@ class StepBar(tqdm):
 
 
 class AnswerBar(tqdm):
-    """A progress bar over answers that shows the speed of decoding while none has ended."""
+    """A progress bar over answers or prompts that shows the speed of decoding."""
 
-    def __init__(self, total: int, done: int = 0, verb: str = "distill", unit: str = "answer"):
-        """`done` of `total` were there before."""
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        verb: str = "distill",
+        unit: str = "answer",
+        counted: str = "tokens in answers that ended",
+    ):
+        """`done` of `total` were there before; `counted`: what the tokens of `count` are."""
         super().__init__(
             total=total, initial=done, desc=verb, unit=unit, mininterval=seconds_between_lines()
         )
-        self.tokens = 0
+        self.tokens, self.counted = 0, counted
         self._started = time.perf_counter()
 
     @property
@@ -91,11 +98,11 @@ class AnswerBar(tqdm):
         return time.perf_counter() - self._started
 
     def count(self, tokens: int, ended: int) -> None:
-        """Count what one pass of the target added: new tokens, and answers that are complete."""
+        """Count new tokens, of a pass or of answers that ended, and how many units are complete."""
         self.tokens += tokens
         speed = self.tokens / self.seconds
         self.set_postfix_str(
-            f"{self.tokens:,} tokens in answers that ended, {speed:,.0f} a second", refresh=False
+            f"{self.tokens:,} {self.counted}, {speed:,.0f} a second", refresh=False
         )
         self.update(ended)
 

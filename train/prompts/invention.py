@@ -70,7 +70,7 @@ def invent(
         if len(texts) >= number:
             return InventReport(len(texts), {}, 0, 0.0)
         rows.file.cut(progress.size)
-        with AnswerBar(number, progress.kept, "invent", "prompt") as bar:
+        with AnswerBar(number, progress.kept, "invent", "prompt", "tokens") as bar:
             inventor = Inventor(source, number, progress, texts[: progress.kept], bar, seconds)
             while progress.kept < number:
                 inventor.write_batch(rows.file)

@@ -2,7 +2,7 @@
 
 Each section is a dataclass; the head's section is the config of its family. Nothing is loaded
 before the whole configuration is checked, and torch is imported after all sections but the head's
-are: a wrong file is refused at once.
+are: a wrong value is refused at once. A name that none of them has may be meant for the head.
 """
 
 import difflib
@@ -139,17 +139,28 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), present: bool = F
     given |= overridden
     family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
     of_head = {name: value for name, value in given.items() if name.startswith("head.")}
-    check_names({n: v for n, v in given.items() if n not in of_head}, SECTIONS, ["head.family"])
+    if any(name not in of_head and name not in names_in(SECTIONS) for name in given):
+        check_names(given, all_sections(family))
     built = {name: build_section(name, cls, given, path) for name, cls in SECTIONS.items()}
     if present:
         refuse_missing(built["target"], built["data"], path)
-    from drafthead.train.run.trainables import trainable
-
-    head: dict[str, type] = {"head": trainable(family).config_class}
-    check_names(of_head, SECTIONS | head, ["head.family"])
-    built["head"] = build_section("head", head["head"], given, path)
+    sections = all_sections(family)
+    check_names(of_head, sections)
+    built["head"] = build_section("head", sections["head"], given, path)
     built["train"] = with_precision(built["train"], built["target"])
     return RunConfig(family=family, **built)
+
+
+def all_sections(family: str) -> dict[str, type]:
+    """`SECTIONS` and the head's, whose class is imported."""
+    from drafthead.train.run.trainables import trainable
+
+    return SECTIONS | {"head": trainable(family).config_class}
+
+
+def names_in(sections: dict[str, type]) -> list[str]:
+    """The settings of sections: the fields of their dataclasses."""
+    return [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
 
 
 def refuse_missing(target: TargetConfig, data: DataConfig, path: Path) -> None:
@@ -217,15 +228,9 @@ def read_override(override: str) -> dict[str, Given]:
     return {name: Given(value, f"the override {override}")}
 
 
-def check_names(
-    given: dict[str, Given], sections: dict[str, type], others: Iterable[str] = ()
-) -> None:
-    """Raise UserError for a setting that does not exist, with the nearest that does.
-
-    Settings are the fields of the sections' dataclasses and `others`.
-    """
-    known = [f"{name}.{f.name}" for name, cls in sections.items() for f in fields(cls)]
-    known += others
+def check_names(given: dict[str, Given], sections: dict[str, type]) -> None:
+    """Raise UserError for a setting that does not exist, with the nearest that does."""
+    known = [*names_in(sections), "head.family"]
     for name, value in given.items():
         if name not in known:
             raise UserError(f"{value.origin}: unknown setting {name}; {suggestion(name, known)}")

@@ -170,15 +170,16 @@ def extended(
     slots: torch.Tensor,  # [F], the numbers from 0, of the nodes to open
     operations: Operations = OURS,
 ) -> Growth:
-    """The growth after one more level."""
+    """The growth after one more level; which nodes see which is not kept: no pass follows."""
     width = scorer.candidates.shape[-1]
-    return next_level(
+    grown = next_level(
         growth,
         slots,
         width,
         lambda nodes: scored(scorer, depth, nodes.tokens, nodes.states),
         operations=operations,
     )
+    return grown._replace(visible=None)
 
 
 def best_first_growth(
@@ -187,6 +188,7 @@ def best_first_growth(
     levels: int,
     frontier: int,
     extend: Part | None = None,
+    operations: Operations = OURS,
 ) -> Growth:
     """The growth of trees after roots [B] to up to `levels` levels and `frontier` + 2 nodes.
 
@@ -203,7 +205,8 @@ def best_first_growth(
     `extend` takes the place of `extended` by this scorer.
     """
     width = scorer.candidates.shape[-1]
-    growth = first_level(roots, scored(scorer, 0, roots[:, None], scorer.begin()), width)
+    guess = scored(scorer, 0, roots[:, None], scorer.begin())
+    growth = first_level(roots, guess, width, operations=operations)
     slots = torch.arange(frontier, device=roots.device)
     for depth in range(1, levels):
         some = slots[: growth.opened.shape[1] * width]

@@ -159,7 +159,9 @@ class ParallelDrafter(HeadDrafter[ParallelHead]):
         )
         extend = self.part(self.extend)
         growth = best_first_growth(
-            roots, scorer, *growing, lambda depth, *rest: extend(*scorer.at(depth), *rest)
+            *(roots, scorer, *growing),
+            lambda depth, *rest: extend(*scorer.at(depth), *rest),
+            self.operations,
         )
         return self.operations.best_tree(growth, slots, growing.levels)
 

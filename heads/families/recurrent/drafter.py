@@ -14,7 +14,7 @@ from drafthead.heads.families.recurrent.head import RecurrentHead
 from drafthead.heads.families.recurrent.mtp import MtpHead
 from drafthead.heads.families.recurrent.passes import RecurrentPasses
 from drafthead.heads.growing.dynamic import dynamic_tree
-from drafthead.heads.growing.levels import Expand, Guess, Nodes, blind
+from drafthead.heads.growing.levels import Expand, Guess, Nodes, blind, known_at_roots
 from drafthead.heads.layers.cache import DraftCache
 
 
@@ -145,7 +145,7 @@ class RecurrentSession(LateReader, OnDevice):
         assert self.roots is not None and self.root_guess is not None
         ahead = self.root_guess
         if not self.drafter.head.drafts_blindly:
-            return lambda nodes: self.reader.expand(nodes) if nodes.depth else ahead
+            return known_at_roots(ahead, self.reader.expand)
         if depth > 1:
             later = self.reader.draft_blindly(self.roots, ahead, depth)
             ahead = Guess(*(torch.cat(parts, dim=1) for parts in zip(ahead, later, strict=True)))

@@ -67,7 +67,8 @@ class SequentialSession(LateReader):
         count = nodes.shape[1]
         steps = torch.arange(count, device=nodes.device)
         mask = cache.mask((steps[:, None] >= steps)[None])
-        read = self.drafter.reading(self.drafter.read, cache.longest == 0)
+        is_prompt = self.drafter.is_prompt(cache, count)
+        read = self.drafter.reading(self.drafter.read, is_prompt)
         states = read(hidden, cache.positions(count), mask, cache.view(count))
         cache.keep_pending(count)
         cache.commit_first(lengths, committed.counts)

@@ -25,7 +25,7 @@ from drafthead.heads.families.parallel.candidates import (
 from drafthead.heads.families.parallel.drafter import ParallelSession, Reach
 from drafthead.heads.families.parallel.head import ParallelConfig, ParallelHead
 from drafthead.heads.families.parallel.transformer import spread_taps
-from drafthead.heads.growing.dynamic import best_tree
+from drafthead.heads.growing.dynamic import Growth, Operations, best_tree, with_children
 from drafthead.heads.layers.segments import positions_in_segments, segment_mask
 from drafthead.heads.objectives.batch import MAX_RANK, HeadBatch
 from drafthead.heads.objectives.losses import overlap
@@ -330,6 +330,23 @@ def test_candidates_that_find_no_room_change_nothing(target, make_head, kind, no
     (*tables, scores), (*others, other_scores) = trees
     assert all(map(torch.equal, tables, others))
     torch.testing.assert_close(scores, other_scores)
+
+
+def test_every_level_grows_by_the_backends_operations(target, make_head) -> None:
+    session = session_after(make_head("parallel", target), target, batch_of(target, ROWS), 1, 4)
+    widths: list[int] = []
+
+    def noted(growth, opened, log_probs, tokens) -> Growth:
+        widths.append(opened.shape[1])
+        return with_children(growth, opened, log_probs, tokens)
+
+    session.drafter.operations = Operations(with_children=noted)
+    assert session.propose(Budget(9, 3), GREEDY, None).max_depth <= 3
+    assert widths == [1, 7, 7]
+
+
+def test_which_nodes_see_which_is_not_kept_where_no_pass_follows() -> None:
+    assert best_first_growth(ROOTS, TiedScorer(2, 4, 5), Reach(4, 9).levels, 9).visible is None
 
 
 def test_a_tree_that_the_candidates_cannot_fill_stays_smaller() -> None:

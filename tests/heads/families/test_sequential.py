@@ -8,10 +8,12 @@ from tiny import BUSHY
 
 from drafthead.core.drafting.drafter import Committed
 from drafthead.core.errors import UserError
+from drafthead.core.kv_cache.cache_memory import CacheMemory
 from drafthead.core.sampling import RowRandom, SamplingConfig
 from drafthead.core.target.features import Features
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget, TokenTree, TreeShape
+from drafthead.heads.families import head_drafter
 from drafthead.heads.families.head_drafter import drafter_for
 from drafthead.heads.families.sequential.head import SequentialHead
 from drafthead.heads.families.sequential.hydra import HydraConfig, HydraHeads
@@ -200,6 +202,26 @@ def test_chances_are_those_measured_after_training(target: Target, make_head):
     unmeasured = drafter_for(head, target)  # its trees are the authors', a guess is right in 0.6
     assert unmeasured.trees.chances(Budget(3, 2)) == pytest.approx((0.6, 0.36))
     assert unmeasured.budgets[1].chances == unmeasured.trees.chances(unmeasured.budgets[1])
+
+
+def test_many_later_positions_of_a_prompt_are_read_as_its_first_ones(
+    target: Target, make_head, monkeypatch
+):
+    """Where calls are recorded, a part of any length would be recorded to be used once."""
+    monkeypatch.setattr(head_drafter, "LONG", 3)
+    drafter = drafter_for(make_head("hydra", target), target)
+    drafter.memory = CacheMemory()
+    session, found = drafter.session(1), list[bool]()
+
+    def noted(function, is_prompt: bool):
+        found.append(is_prompt)
+        return function
+
+    monkeypatch.setattr(drafter, "reading", noted)
+    for count in (2, 4, 3):
+        tokens, lengths = torch.zeros(1, count, dtype=torch.long), torch.tensor([count])
+        session.read(Committed(tokens, Features(HIDDEN[:1, :count]), lengths))
+    assert found == [True, True, False]
 
 
 # Training

@@ -141,6 +141,15 @@ def test_a_second_run_adds_only_what_is_missing(output: Path) -> None:
     assert distilled(decoder, asked(5), output).written == 0
 
 
+def test_the_bar_counts_answers_and_their_tokens(output: Path, capsys) -> None:
+    distilled(FakeDecoder(), asked(2, turns=3), output)
+    assert "6/6" in capsys.readouterr().err
+    distilled(FakeDecoder(), asked(3, turns=3), output)
+    shown = capsys.readouterr().err
+    assert " 6/9 " in shown and " 9/9 " in shown
+    assert "27 tokens in answers that ended, " in shown
+
+
 def test_other_weights_under_the_same_name_are_refused(output: Path) -> None:
     distilled(FakeDecoder(), asked(2), output)
     before = output.read_bytes()

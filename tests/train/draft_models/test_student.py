@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM
 
 from drafthead.core.errors import UserError
 from drafthead.core.target.any_target import load_decoder_only
+from drafthead.core.target.block_modules import put_blocks
+from drafthead.core.target.blocks import Blocks
 from drafthead.core.target.target import Target
 from drafthead.core.trees.tree import Budget
 from drafthead.heads.formats.loading import load_head
@@ -76,6 +78,25 @@ def test_chosen_layers_keep_their_kind_and_their_weights():
     assert target.config.num_hidden_layers == 6
     ours, theirs = model.model.layers[1].state_dict(), target.layers[5].state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_only_what_is_kept_of_a_target_in_blocks_is_dequantised(monkeypatch):
+    target, found, dequantised = Target(tiny_llama(num_hidden_layers=4)), [], Blocks.dequantised
+    for name, weight in list(target.model.named_parameters()):
+        if name.endswith("_proj.weight"):
+            blocks = Blocks.rounded(weight.detach(), "Q8_0")
+            put_blocks(target.model, name.removesuffix(".weight"), blocks)
+
+    def noted(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
+        found.append(dequantised(blocks, dtype))
+        return found[-1]
+
+    monkeypatch.setattr(Blocks, "dequantised", noted)
+    model = built(architecture_of(target, (2,)))
+    copy_layers(target, (2,), model)
+    weights = [w for n, w in model.named_parameters() if n.endswith("_proj.weight")]
+    assert len(found) == len(weights) == 7
+    assert all(map(torch.equal, weights, found))
 
 
 def test_a_model_of_all_layers_drafts_what_the_target_says(target: Target):

@@ -85,6 +85,11 @@ def test_a_file_can_grow_and_a_finished_one_asks_for_nothing(tmp_path, whole) ->
     assert not source.asked
 
 
+def test_the_bar_counts_the_tokens_of_all_passes(tmp_path, capsys) -> None:
+    tokens = invent(FakeSource(), tmp_path / "prompts.jsonl", 3).tokens
+    assert f" {tokens:,} tokens, " in capsys.readouterr().err
+
+
 def test_dropped_messages_are_counted_over_all_runs(tmp_path) -> None:
     path = tmp_path / "prompts.jsonl"
     alone = invent(FakeSource(), tmp_path / "alone.jsonl", 11)

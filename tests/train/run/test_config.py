@@ -145,6 +145,7 @@ def test_auto_precision_is_that_of_the_machine_or_of_a_narrow_target(
     [
         ("optimizer.lrr=1", r"override optimizer.lrr=1: unknown .*did you mean optimizer.lr\?"),
         ("train.lr=1", r"unknown setting train.lr; did you mean optimizer.lr\?"),
+        ("train.num_heads=3", r"unknown setting train.num_heads; did you mean head.num_heads\?"),
         ("head.heads=3", r"did you mean head.num_heads\?"),
         ("head.family=medussa", r"unknown head family 'medussa'; known families: .*medusa"),
         ("wrong.xyzzy=1", r"unknown setting wrong.xyzzy; known are data, head, optimizer"),
@@ -174,6 +175,10 @@ def test_a_wrong_override_is_told_what_is_wrong(load, override: str, sentence: s
     ("text", "sentence"),
     [
         (RUN + "optimiser: {lr: 1}\n", r"run.yaml: unknown setting optimiser.lr; .*optimizer.lr"),
+        (
+            RUN + "head: {family: draft_model}\noptimizer: {depth: 3}\n",
+            r"unknown setting optimizer.depth; did you mean head.depth\?",
+        ),
         (RUN + "optimizer: adamw\n", r"optimizer must be a section of settings, got 'adamw'"),
         ("data: {train: a}\ntrain: {output: o, max_steps: 1}\n", r"lacks target.name"),
         ("- 1\n", r"must hold sections"),
