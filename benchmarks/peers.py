@@ -165,7 +165,7 @@ def summary(figures: dict[str, Figures]) -> dict[str, dict[str, float]]:
     first = next(iter(figures.values())).speeds()
     return {
         name: {
-            "tokens_per_second": round(median(each.speeds()), 1),
+            "tokens_per_second": float(f"{median(each.speeds()):.4g}"),
             "speedup": round(
                 median(a / b for a, b in zip(each.speeds(), first, strict=True)), 2
             ),

@@ -24,6 +24,7 @@ from drafthead.train.run.config import Duration, RunConfig, load_run_config
 from drafthead.train.train_heads import build_trainer
 
 MOST_STEPS, MOST_SECONDS = 6, 45
+OUT_OF_MEMORY = "OutOfMemoryError", "can't allocate memory"  # in torch's words, the second on CPUs
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,7 @@ class Trial:
         if config.data.feature_folder is not None:
             speed = self.tokens_per_s_kept
             yield f"{speed:,.0f} supervised tokens/s once the target's features are kept"
-        yield (
-            f"{self.peak / 1e9:.2f} GB of memory at the peak, of {self.memory / 1e9:.2f} GB; on a "
-            "CPU a process may grow to twice that"
-        )
+        yield f"{self.peak / 1e9:.2f} GB of memory at the peak, of {self.memory / 1e9:.2f} GB"
         duration = Duration.of(config.train, self.rows_there)
         if duration.unit == "s":
             tokens, seconds = duration.limit * speed, duration.limit
@@ -93,10 +91,11 @@ def run_trial(config: Path, settings: Sequence[str], most: float = MOST_SECONDS)
     if done.returncode:
         ended = f"its process ended with status {done.returncode}"
         printed = done.stderr.strip().splitlines() or [ended]
-        is_memory = "OutOfMemoryError" in printed[-1] or done.returncode == -signal.SIGKILL
+        is_said = any(words in printed[-1] for words in OUT_OF_MEMORY)
+        is_memory = is_said or done.returncode == -signal.SIGKILL
         kind = TrialOutOfMemoryError if is_memory else UserError
         remedy = "; lower train.micro_batch_rows or data.max_length" if is_memory else ""
-        raise kind(f"the trial failed: {printed[-1].removeprefix('drafthead: ')}{remedy}")
+        raise kind(f"the trial failed: {printed[-1]}{remedy}")
     return Trial(**json.loads(done.stdout.splitlines()[-1]))
 
 

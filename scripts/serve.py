@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from drafthead.core.errors import UserError
+from drafthead.core.printing import visible
 from drafthead.core.settings import CompileSwitch
 from drafthead.scripts import options
 from drafthead.serve.server_options import ServerOptions, Serving
@@ -89,9 +90,7 @@ class LogLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         """A message with names for characters that are not printed."""
-        record.message = "".join(
-            each if each.isprintable() else ascii(each)[1:-1] for each in record.message
-        )
+        record.message = visible(record.message, besides="")
         return super().formatMessage(record)
 
 

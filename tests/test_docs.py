@@ -18,6 +18,7 @@ from drafthead.infer.verifiers import VERIFIERS
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").glob("*/*.md")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+BENCHMARKS = ROOT / "benchmarks"
 MOST_WORDS = 22_000  # of all pages in docs/
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
@@ -34,6 +35,18 @@ def test_a_page_names_no_missing_file(page: Path) -> None:
     named = {page.parent / link for link in LINK.findall(text)}
     named |= {ROOT / path for path in FILE.findall(text)}
     assert not [str(path) for path in named if not path.exists()]
+
+
+def test_a_page_names_each_file_of_measurements() -> None:
+    """So nobody keeps numbers that nothing rests on."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    of_gpus = (BENCHMARKS / "gpu" / "README.md").read_text(encoding="utf-8")
+
+    def is_named(file: Path) -> bool:
+        own = of_gpus if file.parent.name == "gpu" else ""
+        return f"{file.parent.name}/{file.name}" in pages or f"`{file.name}`" in own
+
+    assert not [str(file) for file in BENCHMARKS.rglob("*.json") if not is_named(file)]
 
 
 def anchors_of(page: Path) -> set[str]:

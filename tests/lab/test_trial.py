@@ -60,6 +60,7 @@ def test_the_time_of_a_run_follows_from_its_trial(
     [
         ("class OutOfMemoryError(Exception): ...\nraise OutOfMemoryError('CUDA')", True),
         ("os.kill(os.getpid(), signal.SIGKILL)", True),
+        ("import torch\ntorch.empty(2**60)", True),
         ("sys.exit('cannot load the model')", False),
     ],
 )

@@ -136,6 +136,13 @@ def test_what_prompts_do_not_tell_apart_is_equally_fast(lookup, table, plain, eq
     assert headline(found, 8, named).startswith(f"{words} {are} (8 prompts): ")
 
 
+def test_ways_are_equally_fast_at_one_temperature_alone() -> None:
+    row = TypeAdapter(ComparisonRow).validate_python(ROW)
+    fast = replace(row, mode="lookup", speedup=1.4, speedup_interval=(1.2, 1.6), speedup_hf=2.0)
+    warm = replace(fast, temperature=0.7, speedup_hf=1.9)
+    assert fastest([fast, warm]) == [fast] and fastest([warm, fast]) == [fast]
+
+
 def test_a_run_alone_makes_a_page(folder: Path) -> None:
     (folder / "run" / "evaluation.jsonl").unlink()
     assert written(str(folder / "run"), "--output", str(folder / "page.html"))[0] == 0
