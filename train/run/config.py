@@ -2,7 +2,7 @@
 
 Each section is a dataclass; the head's section is the config of its family. Nothing is loaded
 before the whole configuration is checked, and torch is imported after all sections but the head's
-are: a wrong value is refused at once. A name that none of them has may be meant for the head.
+are: what is wrong is refused at once. A name unlike all of theirs may be meant for the head.
 """
 
 import difflib
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from drafthead.train.run.folder import Progress, RunFolder, Settings
 
 DEFAULT_FAMILY = "medusa"
+MISSPELT = 0.85  # likeness of a name and another one, as `difflib` counts it
 # All but the section of the head, which depends on its family.
 SECTIONS: dict[str, type] = {
     "target": TargetConfig, "data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig,
@@ -139,8 +140,9 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), present: bool = F
     given |= overridden
     family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
     of_head = {name: value for name, value in given.items() if name.startswith("head.")}
-    if any(name not in of_head and name not in names_in(SECTIONS) for name in given):
-        check_names(given, all_sections(family))
+    others = {name: value for name, value in given.items() if name not in of_head}
+    is_near = [difflib.get_close_matches(name, names_in(SECTIONS), 1, MISSPELT) for name in others]
+    check_names(*((others, SECTIONS) if all(is_near) else (given, all_sections(family))))
     built = {name: build_section(name, cls, given, path) for name, cls in SECTIONS.items()}
     if present:
         refuse_missing(built["target"], built["data"], path)
