@@ -4,12 +4,13 @@ They send requests of every kind to `drafthead serve`, whole and streamed, and s
 their answer has ended. Every answer must be that of the decoder alone, and the server's memory must
 not grow in the second half. Prints what was seen as JSON; the exit status is 1 where it was wrong.
 
-With `--attack` the first quarter of the time is quiet. Then others, from another address, attack
-the server: they leave connections half open or without a body, read nothing, send giant and
-malformed bodies and such of a million wrong parts, forms that are hard to compile and whose clients
-leave, long prompts and ever new temperatures, let prompts be scored, ask for drafts of pipes, and
-vanish.
-No answer to them may be a 5xx, and the latencies of the clients before and meanwhile are printed.
+With `--attack` the first quarter of the time is quiet. Then, for half of it, others, from another
+address, attack the server: they leave connections half open or without a body, read nothing, send
+giant and malformed bodies and such of a million wrong parts, forms that are hard to compile and
+whose clients leave, long prompts and ever new temperatures, let prompts be scored, ask for drafts
+of pipes, and vanish.
+No answer to them may be a 5xx. In the last quarter a loop takes as much processor time as they did,
+who would not be on the server's machine. The latencies of the clients in all three are printed.
 
 With `--fair` there is no soak: a short question is asked alone, and while another address waits for
 forty answers of 1,500 tokens. It may take four times as long. The target needs such a context.
@@ -23,7 +24,7 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -212,20 +213,33 @@ class Attack:
         return self.seen
 
 
-def attack(url: str, seconds: float) -> dict[str, Counter[int]]:
-    """Attack a server for some time, in a process of its own."""
+def attack(url: str, seconds: float) -> tuple[dict[str, Counter[int]], float]:
+    """Attack a server for some time, in a process of its own: answers, and processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         os.mkfifo(pipe := Path(folder) / "model.safetensors")
-        return asyncio.run(Attack(url, seconds, pipe).run())
+        began = time.process_time()
+        return asyncio.run(Attack(url, seconds, pipe).run()), time.process_time() - began
 
 
-def latencies(quiet: list[float], attacked: list[float]) -> Iterator[tuple[str, Any]]:
-    """Medians, 95th percentiles and the longest, in seconds, before an attack and in it, and their
-    ratios.
-    """
+def spin(share: float, seconds: float) -> None:
+    """Take a share of a processor's time for some time."""
+    until = time.monotonic() + seconds
+    while (began := time.monotonic()) < until:
+        while time.monotonic() < began + 0.01 * share:
+            pass
+        time.sleep(0.01 * (1 - share))
+
+
+def latencies(phases: dict[str, list[float]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Medians, 95th percentiles and the longest, in seconds, of phases, and an attack's ratios."""
     for name, place in (("p50", 49), ("p95", 94), ("longest", None)):
-        pair = [max(s) if place is None else quantiles(s, n=100)[place] for s in (quiet, attacked)]
-        yield name, [round(value, 2) for value in (*pair, pair[1] / pair[0])]
+        found = {
+            phase: max(seconds) if place is None else quantiles(seconds, n=100)[place]
+            for phase, seconds in phases.items()
+        }
+        attacked = found["attack"]
+        ratios = {f"attack / {other}": attacked / found[other] for other in ("quiet", "loop")}
+        yield name, {what: round(value, 2) for what, value in (found | ratios).items()}
 
 
 async def fairness(url: str) -> dict[str, Any]:
@@ -277,6 +291,7 @@ class Soak:
         self.memory: list[int] = []
         self.seconds: list[tuple[float, float]] = []  # when an answer had come, and what it took
         self.attacked: dict[str, Counter[int]] = {}
+        self.share = 0.0  # of a processor, that those who attacked took
 
     async def client(self, number: int, until: float) -> None:
         """Ask one thing after the other, from an address of its own."""
@@ -317,16 +332,20 @@ class Soak:
 
     async def run(self, clients: int, seconds: float, attacks: bool) -> None:
         """Let all clients ask until the time is over."""
-        until, self.quiet = time.monotonic() + seconds, time.monotonic() + seconds / 4
+        self.began, self.lasts = time.monotonic(), seconds
+        until = self.began + seconds
         asks = [self.client(number, until) for number in range(clients)]
         await asyncio.gather(self.watch(until), *asks, *([self.attack(seconds)] * attacks))
 
     async def attack(self, seconds: float) -> None:
-        """Let another process attack the server after the quiet time."""
+        """Let another process attack the server after the quiet time, and then take its time."""
         await asyncio.sleep(seconds / 4)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(attack, self.server.url, 3 * seconds / 4)
-            self.attacked = await asyncio.wrap_future(found)
+            found = pool.submit(attack, self.server.url, seconds / 2)
+            self.attacked, taken = await asyncio.wrap_future(found)
+            self.share = taken / (seconds / 2)
+            left = self.began + seconds - time.monotonic()
+            await asyncio.wrap_future(pool.submit(spin, min(1.0, self.share), left))
 
     def report(self) -> dict[str, Any]:
         """What was seen."""
@@ -348,11 +367,15 @@ class Soak:
         """What the clients have waited, and what those who attacked were answered."""
         if not self.attacked:
             return {}
-        quiet = [took for began, took in self.seconds if began + took < self.quiet]
-        attacked = [took for began, took in self.seconds if began > self.quiet]
-        answered = {name: dict(statuses) for name, statuses in self.attacked.items()}
-        waited = dict(latencies(quiet, attacked))
-        return {"seconds quiet, under attack, ratio": waited, "statuses of attacks": answered}
+        quarter, within = self.lasts / 4, defaultdict[str, list[float]](list)
+        for began, took in self.seconds:
+            start, end = (began - self.began) / quarter, (began + took - self.began) / quarter
+            within["quiet" if end < 1 else "attack" if start < 3 else "loop"].append(took)
+        return {
+            "seconds of answers": dict(latencies(within)),
+            "share of a processor that attacks took": round(self.share, 2),
+            "statuses of attacks": {name: dict(seen) for name, seen in self.attacked.items()},
+        }
 
 
 @contextmanager

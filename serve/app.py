@@ -31,6 +31,7 @@ from drafthead.serve.errors import ApiError
 from drafthead.serve.gate import CAREFUL, DRAFTS, GONE, Gate, answer_to
 from drafthead.serve.items import ItemsResponse, ResponsesRequest
 from drafthead.serve.json_grammar import JsonGrammars
+from drafthead.serve.large_bodies import LargeBodies
 from drafthead.serve.limits import Limits, longest_token
 from drafthead.serve.metrics import Metrics
 from drafthead.serve.protocol import (
@@ -47,7 +48,9 @@ from drafthead.serve.recording import Recorder
 from drafthead.serve.server_options import ServerOptions
 from drafthead.serve.waiting import Queue, Threads
 
-READERS = 8  # threads that read and tokenise; while they do, others can work
+# Threads that read and tokenise: for one client, who gains nothing from more as they take turns,
+# and beside them for others, each of whom has one at once.
+READERS, OTHER_READERS = 2, 6
 logger = logging.getLogger(__name__)
 Asked = TypeVar("Asked", bound=Body)
 Work = Callable[[Asked, Request], Awaitable[Response]]
@@ -78,9 +81,10 @@ class Server:
             most = options.max_record << 20
             self.loop.recorder = Recorder(options.record, most, decoder, options.target)
         self.limits = Limits(self.max_length, longest_token(self.tokenizer.get_vocab()))
+        self.large_bodies = LargeBodies(self.limits)
         # Several: one long text must not hold up the others. Fast tokenizers only read here.
-        self.reading = Threads(self.queue, READERS, "reading")
-        self.forming = Threads(self.queue, 1, "forming")  # schemas may take long to compile
+        self.reading = Threads(self.queue, READERS, "reading", OTHER_READERS)
+        self.forming = Threads(self.queue, 1, "forming", 1)  # schemas may take long to compile
         self.loading = Threads(self.queue, 1, "loading")
         self.ending = asyncio.Event()
 
@@ -99,13 +103,18 @@ class Server:
         request.state.size = len(body)
 
         async def attended() -> Response:
-            read = partial(self.limits.read, body, content_type, kind)
+            read = partial(self.read, body, content_type, kind)
             asked = await self.reading.do(request.state.client, request.state.size, read)
             self.refuse_other(asked.model)
             return await work(asked, request)
 
         found = await unless_gone(request, attended(), self.ending)
         return found or Response(status_code=GONE)
+
+    def read(self, body: bytes, content_type: str, kind: type[Asked]) -> Asked:
+        """The request of a body; raises ApiError as `Limits.read`."""
+        self.large_bodies.refuse(body, content_type)
+        return self.limits.read(body, content_type, kind)
 
     async def load(self, asked: DraftsRequest, request: Request) -> Response:
         """Draft with something else from now on; requests at work go on as they began."""

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from drafthead.serve.errors import ApiError, beyond_context, not_supported
-from drafthead.serve.protocol import MOST_CHOICES, Body
 
-MOST_PARTS = 1 << 15  # texts, lists and objects of a body; numbers cost next to nothing
+MOST_CHOICES = 128
+MOST_PARTS = 1 << 15  # texts, lists and objects of a body, and all parts of a field without text
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256  # each of them is looked for after each token
 MOST_BIASES = 1024
 # Of prompts.
 TEXTS = ("messages", "tools", "chat_template_kwargs", "input", "instructions")
 HUGE = re.compile(rb"\d[eE]|\d{300}")  # in a number that may not be finite
-Asked = TypeVar("Asked", bound=Body)
+Asked = TypeVar("Asked", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ class Limits:
     token_characters: int  # of the longest token
 
     def read(self, body: bytes, content_type: str, kind: type[Asked]) -> Asked:
-        """The request of a body; raises ApiError 400, with the name of the field, for what is none.
+        """The request of a body; raises ApiError 400, with the field, for what is none."""
+        return checked(kind, self.given(body, content_type))
+
+    def given(self, body: bytes, content_type: str) -> Mapping[str, Any]:
+        """The JSON object of a body; raises ApiError 400 for none, and for one that costs too much.
 
         What takes long for a large body is done by functions in C, none of which makes an object
         for each part of it before these are counted.
@@ -46,7 +50,7 @@ class Limits:
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON object: {error}") from error
         self.refuse_costly(given)
-        return checked(kind, given)
+        return given
 
     def refuse_costly(self, given: Mapping[str, Any]) -> None:
         """Raise ApiError 400, with the name of the field, for JSON that would cost too much."""
@@ -69,6 +73,9 @@ class Limits:
         for field in ("logit_bias", "stop_token_ids"):
             if isinstance(given.get(field), dict | list) and len(given[field]) > MOST_BIASES:
                 raise ApiError(400, f"{field} may have {MOST_BIASES} tokens at most", field)
+        for field in given.keys() - {"prompt", "tokens", *TEXTS}:
+            if has_more_parts(given[field], MOST_PARTS):
+                raise ApiError(400, f"{field} may have {MOST_PARTS} parts at most", field)
 
     def refuse_long(self, given: Any, field: str) -> None:
         """Raise ApiError 400 for texts with too many characters for the context, or too many parts.
@@ -104,6 +111,17 @@ def counted(body: bytes) -> bytes:
     if texts + outside.count(b"[") + outside.count(b"{") > MOST_PARTS:
         raise ApiError(400, f"a body may have {MOST_PARTS} texts, lists and objects at most")
     return outside
+
+
+def has_more_parts(given: Any, most: int) -> bool:
+    """Whether some JSON consists of more than so many lists, objects, texts and numbers."""
+    count, rest = 0, [given]
+    while rest and count + len(rest) <= most:
+        part = rest.pop()
+        count += 1
+        if isinstance(part, dict | list):
+            rest += part.values() if isinstance(part, dict) else part
+    return count + len(rest) > most
 
 
 def checked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:

@@ -22,11 +22,31 @@ logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0  # in which a request has to follow a connection or an answer
 MOMENT = 1.0  # second in which it follows at the latest where clients are quick
 MOST_CONNECTIONS = 1024
+# Connections of an address that are read as they come, and how many a second are from then on: to
+# read one takes the decoding thread's time, also where nothing is asked.
+AT_ONCE, A_SECOND = 128, 64
 OTHER_FILES = 64  # that the process may have open beside connections
 LAST_SECONDS = 2  # for clients to learn that their answers do not come
 # After which a waiting thread is let in. The thread that decodes waits so long at each of its many
 # short calls while another reads a large body; Python's own 5 ms would hold up answers far more.
 SWITCH_SECONDS = 2e-4
+
+
+class Pace:
+    """A leaky bucket for each address, which says when its connections are read."""
+
+    def __init__(self) -> None:
+        self.empty_at: dict[str, float] = {}
+
+    def wait(self, address: str, now: float) -> float:
+        """Seconds until a new connection is read; one that would wait too long is not counted."""
+        if len(self.empty_at) > MOST_CONNECTIONS:
+            self.empty_at = {key: at for key, at in self.empty_at.items() if at > now}
+        empty_at = max(now, self.empty_at.get(address, now)) + 1 / A_SECOND
+        wait = empty_at - now - AT_ONCE / A_SECOND
+        if wait < HEADER_SECONDS:
+            self.empty_at[address] = empty_at
+        return max(0.0, wait)
 
 
 class Connection(H11Protocol):
@@ -38,6 +58,7 @@ class Connection(H11Protocol):
     connections: set["Connection"]  # type: ignore[assignment]
     most = MOST_CONNECTIONS
     leaving: ClassVar[set["Connection"]] = set()  # that are closed, and not yet gone
+    pace: ClassVar[Pace] = Pace()
 
     @property
     def has_request(self) -> bool:
@@ -50,13 +71,25 @@ class Connection(H11Protocol):
         return self.has_request and not (self.cycle.more_body or self.flow.write_paused)
 
     def connection_made(self, transport: Any) -> None:
-        """Let a client in; one too many closes others."""
+        """Let a client in, in the pace of its address; one too many closes others."""
         super().connection_made(transport)
         self.address = self.client and self.client[0]
         self.idle_since = time.monotonic()
+        wait = self.pace.wait(str(self.address), self.idle_since)
+        if wait >= HEADER_SECONDS:
+            self.transport.abort()
+            return
+        if wait:
+            self.transport.pause_reading()
+            self.loop.call_later(wait, self.read_on)
         self.loop.call_later(HEADER_SECONDS, self.close_idle)
         if len(self.connections) - len(self.leaving) > self.most:
             self.make_room()
+
+    def read_on(self) -> None:
+        """Read what has come from a client that had to wait."""
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def make_room(self) -> None:
         """Close connections that are longest without a request, of addresses that have most of

@@ -32,10 +32,10 @@ from drafthead.serve.json_grammar import (
     schema_grammar,
     text_grammar,
 )
+from drafthead.serve.limits import MOST_CHOICES
 from drafthead.serve.metrics import AnswerMetrics, Metrics
 from drafthead.serve.recording import Source
 
-MOST_CHOICES = 128
 LAST = 16  # tokens of a prompt, among which a mark of thoughts ends it
 COMPLETION_TOKENS = 16  # of a completion that names no number
 ANY = None  # every value of a field that changes no text

@@ -163,9 +163,9 @@ class Line:
 class Threads(Line):
     """A line whose work is done by threads, beside the event loop."""
 
-    def __init__(self, queue: Queue, places: int, name: str):
-        super().__init__(queue, places)
-        self.pool = ThreadPoolExecutor(places, thread_name_prefix=name)
+    def __init__(self, queue: Queue, places: int, name: str, spare: int = 0):
+        super().__init__(queue, places, spare)
+        self.pool = ThreadPoolExecutor(places + spare, thread_name_prefix=name)
 
     async def do(self, client: str, size: int, function: Callable[[], Found]) -> Found:
         """Call a function in its turn; nothing is begun for a client that has left.

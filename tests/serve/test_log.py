@@ -237,6 +237,36 @@ def test_connections_that_are_silent_keep_nobody_out(decoder, monkeypatch, silen
             line.close()
 
 
+def test_connections_of_an_address_are_read_in_a_pace() -> None:
+    pace, step = listening.Pace(), 1 / listening.A_SECOND
+    longest = listening.HEADER_SECONDS
+    assert [pace.wait("a", 0.0) for _ in range(listening.AT_ONCE)] == [0.0] * listening.AT_ONCE
+    waits = [pace.wait("a", 0.0) for _ in range(2000)]
+    assert waits[:2] == pytest.approx([step, 2 * step])
+    assert waits[-1] == pytest.approx(longest), "those that would wait longer are not counted"
+    assert pace.wait("b", 0.0) == 0, "other addresses do not wait"
+    assert pace.wait("a", 2.0) == pytest.approx(waits[-1] - 2 + step, abs=step)
+    assert pace.wait("a", 2 * longest) == 0
+    for address in range(listening.MOST_CONNECTIONS + 2):
+        pace.wait(str(address), 100.0 + address)
+    assert len(pace.empty_at) < 5, "addresses without connections are forgotten"
+
+
+def test_many_connections_of_an_address_are_answered_later(decoder, monkeypatch) -> None:
+    monkeypatch.setattr(Connection, "pace", listening.Pace())
+    monkeypatch.setattr(listening, "AT_ONCE", 2)
+    monkeypatch.setattr(listening, "A_SECOND", 4)
+    with served(decoder) as (_, port):  # which has asked once
+        began = time.monotonic()
+        assert [each.status for each in at_once(5, lambda: asks(port))] == [200] * 5
+        assert 0.7 < time.monotonic() - began < 5
+        monkeypatch.setattr(listening, "HEADER_SECONDS", 0.1)
+        lines = [opened(port, b"") for _ in range(3)]
+        assert is_closed(lines[-1])
+        for line in lines:
+            line.close()
+
+
 def test_a_body_that_does_not_come_is_answered(decoder, monkeypatch) -> None:
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
     with served(decoder) as (_, port):
