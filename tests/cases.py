@@ -99,7 +99,8 @@ def drawn(seed: int) -> Case:
         filters=drawn_filters(chance) if temperature else {},
         processors=processors,
         own=not encodes and way != "http" and not ANSWER & {*processors} and chance.random() < 0.15,
-        bans=way != "http" and chance.random() < 0.12,
+        # Of bart they forbid the first token, which is forced: transformers then takes token 0.
+        bans=way != "http" and chance.random() < 0.12 and architecture != "bart",
         criteria=chance.choice([7, 11]) if stops and chance.random() < 0.08 else 0,
         stops=drawn_stops(chance) if stops and chance.random() < 0.25 else (),
         ends=ends,
