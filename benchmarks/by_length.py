@@ -2,7 +2,8 @@
 
 The prompts are the beginnings of a text that you name, of so many tokens, with a request after it:
 to repeat the text's end, which copies, and to say what it is about, which does not. A prompt is
-read once; its answer is decoded plainly and with drafts in turns. Texts have to be equal.
+read once, after what it begins with; its answer is decoded plainly and with drafts in turns, the
+first time uncounted. Texts have to be equal: `texts` counts them.
 """
 
 from pathlib import Path
@@ -48,8 +49,7 @@ def measured(decoder: Decoder, prompt: list[int], tokens: int, rounds: int) -> d
             speeds[name].append(count / found.stats.decode_seconds)
             answers.add(tuple(found.sequences[0]))
             tau = found.stats.tau
-    decoder.forget()
-    # The first round is left out: it also measures what passes cost.
+    # The first round also measures what passes cost.
     ratios = [b / a for a, b in zip(*(each[1:] for each in speeds.values()), strict=True)]
     return {
         "tokens before": len(prompt),
