@@ -46,8 +46,9 @@ class Line:
         self.queue, self.places, self.spare, self.least = queue, places, spare, least
         self.waiting: list[Visit] = []  # the oldest first
         self.inside: set[Visit] = set()
-        self.had: dict[str, int] = {}  # sizes of the work of clients that are here
-        self.now = self.turns = 0
+        self.had: dict[str, float] = {}  # the work of clients that are here; `now` as they come
+        self.now = 0.0  # the work that a client has had who was here all the time
+        self.turns = 0
 
     def free(self, client: str | None = None) -> int:
         """Return the number of places that are free, for a client."""
@@ -115,8 +116,8 @@ class Line:
         while (visit := self._next(is_open)) is not None:
             self._take(visit)
             self.inside.add(visit)
-            self.now = max(self.now, self.had[visit.client])
             self.had[visit.client] += visit.size
+            self.now += visit.size / len(self.had)
             visit.begin()
 
     def _next(self, is_open: bool) -> Visit | None:

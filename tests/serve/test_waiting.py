@@ -289,6 +289,26 @@ def test_clients_share_places_and_none_waits_for_ever() -> None:
     run_in_loop(work)
 
 
+def test_who_stays_is_served_beside_those_who_come_again_and_again() -> None:
+    """A second request, sent before the first has ended, where more clients wait than can begin."""
+
+    def work() -> None:
+        rows = Rows(4, 1)
+        asked = {number: rows.ask(f"comes {number}", 10) for number in range(12)}
+        stays: list[Visit] = []
+        for _ in range(300):
+            rows.step()
+            for number, visit in asked.items():
+                if visit in rows.ended:
+                    asked[number] = rows.ask(f"comes {number}", 10)
+            if len(stays) < 2 and (not stays or stays[0] in rows.left):
+                stays.append(rows.ask("stays", 10))
+        assert len(rows.ended) > 100
+        assert rows.ended[stays[1]] < 2.5 * rows.ended[stays[0]]
+
+    run_in_loop(work)
+
+
 def test_of_one_clients_work_the_smallest_and_the_oldest_go_in_turn() -> None:
     def work() -> list[int]:
         line, begun = Line(Queue(10, 1000), 1), list[int]()
