@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from drafthead.serve.errors import ApiError, beyond_context, not_supported
 
 MOST_CHOICES = 128
-MOST_PARTS = 1 << 15  # texts, lists and objects of a body, and all parts of a field without text
+MOST_PARTS = 1 << 15  # texts, lists and objects of a body; parts of a field that is no prompt
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256  # each of them is looked for after each token
 MOST_BIASES = 1024
 # Of prompts.
@@ -73,8 +73,8 @@ class Limits:
         for field in ("logit_bias", "stop_token_ids"):
             if isinstance(given.get(field), dict | list) and len(given[field]) > MOST_BIASES:
                 raise ApiError(400, f"{field} may have {MOST_BIASES} tokens at most", field)
-        for field in given.keys() - {"prompt", "tokens", *TEXTS}:
-            if has_more_parts(given[field], MOST_PARTS):
+        for field, value in given.items():
+            if field not in ("prompt", "tokens", *TEXTS) and has_more_parts(value, MOST_PARTS):
                 raise ApiError(400, f"{field} may have {MOST_PARTS} parts at most", field)
 
     def refuse_long(self, given: Any, field: str) -> None:

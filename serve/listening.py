@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0  # in which a request has to follow a connection or an answer
 MOMENT = 1.0  # second in which it follows at the latest where clients are quick
 MOST_CONNECTIONS = 1024
-# Connections of an address that are read as they come, and how many a second are from then on: to
-# read one takes the decoding thread's time, also where nothing is asked.
-AT_ONCE, A_SECOND = 128, 64
+# Connections without an answer, of an address, that are read as they come, and how many a second
+# are from then on: to read one takes the decoding thread's time, also where nothing is asked.
+AT_ONCE, A_SECOND = MOST_CONNECTIONS // 2, 64
 OTHER_FILES = 64  # that the process may have open beside connections
 LAST_SECONDS = 2  # for clients to learn that their answers do not come
 # After which a waiting thread is let in. The thread that decodes waits so long at each of its many
@@ -33,7 +33,10 @@ SWITCH_SECONDS = 2e-4
 
 
 class Pace:
-    """A leaky bucket for each address, which says when its connections are read."""
+    """A leaky bucket for each address, which says when its connections are read.
+
+    One that had an answer is taken out again, so only those fill it that ask for nothing.
+    """
 
     def __init__(self) -> None:
         self.empty_at: dict[str, float] = {}
@@ -47,6 +50,11 @@ class Pace:
         if wait < HEADER_SECONDS:
             self.empty_at[address] = empty_at
         return max(0.0, wait)
+
+    def take_out(self, address: str) -> None:
+        """Count a connection no longer."""
+        if address in self.empty_at:
+            self.empty_at[address] -= 1 / A_SECOND
 
 
 class Connection(H11Protocol):
@@ -73,9 +81,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Let a client in, in the pace of its address; one too many closes others."""
         super().connection_made(transport)
-        self.address = self.client and self.client[0]
+        self.address, self.was_answered = str(self.client and self.client[0]), False
         self.idle_since = time.monotonic()
-        wait = self.pace.wait(str(self.address), self.idle_since)
+        wait = self.pace.wait(self.address, self.idle_since)
         if wait >= HEADER_SECONDS:
             self.transport.abort()
             return
@@ -114,6 +122,9 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         self.idle_since = time.monotonic()
+        if not (self.was_answered or self.cycle.disconnected):
+            self.was_answered = True
+            self.pace.take_out(self.address)
         super().on_response_complete()
 
     def close_idle(self) -> None:

@@ -90,17 +90,28 @@ def padded(prompts: Texts, at_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def wrong_logprobs(case: Case, built: Built, found: DecodeResult) -> Iterator[Mismatch]:
     """Where the target's own log-probabilities are not those of a plain pass over the text."""
-    states = built.target.stateful_layers
-    if states is not None and not states.cache_class.reads_alike:
-        return  # single tokens leave other states than texts do, in transformers as well
     for prompt, answer, noted in zip(
         case.prompts, found.sequences, found.logprobs or (), strict=False
     ):
-        logits = built.target.plain_logits(prompt, torch.tensor([answer]), len(answer) + 1)
-        law = logits[0, :-1].float().log_softmax(-1)
+        logits = plain_logits(built, prompt, answer)
+        law = logits.float().log_softmax(-1)
         right = law.gather(1, torch.tensor(answer)[:, None])[:, 0]
         if not torch.allclose(torch.tensor(noted.raw), right, atol=1e-3):
             yield Mismatch("logprobs", prompt, case.seed, right.tolist(), noted.raw)
+
+
+def plain_logits(built: Built, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """The target's own logits [T, V] of an answer of T tokens."""
+    states = built.target.stateful_layers
+    if states is None or states.cache_class.reads_alike:
+        return built.target.plain_logits(prompt, torch.tensor([answer]), len(answer) + 1)[0, :-1]
+    # Single tokens leave other states than texts do, in transformers as well.
+    found, cache = list[torch.Tensor](), None
+    for ids in [[*prompt], *([token] for token in answer[:-1])]:
+        output = built.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits[0, -1])
+    return torch.stack(found)
 
 
 def check_pieces(case: Case, built: Built) -> Iterator[Mismatch]:
@@ -320,8 +331,6 @@ def check_remembered(case: Case, built: Built) -> Iterator[Mismatch]:
 
 def check_beams(case: Case, built: Built) -> Iterator[Mismatch]:
     """Beam search, answers and scores."""
-    if case.architecture == "minimax":
-        return  # transformers leaves its states where they are when beams change their places
     chance = case.chance("beams")
     beams = chance.choice([2, 3, 4, 8])
     options: dict[str, Any] = {
@@ -335,8 +344,10 @@ def check_beams(case: Case, built: Built) -> Iterator[Mismatch]:
     count = options["num_return_sequences"]
     for row, prompt in enumerate(prompts):
         output, begun = by_transformers(
-            case, built, prompt, return_dict_in_generate=True, output_scores=True, **options
-        )
+            case, built, prompt, return_dict_in_generate=True, output_scores=True,
+            # Its cache leaves MiniMax's states where they are when beams change their places.
+            use_cache=case.architecture != "minimax", **options
+        )  # fmt: skip
         answers = [until(tokens, case.ends) for tokens in output.sequences[:, begun:].tolist()]
         scores = output.sequences_scores.tolist()
         for place, (answer, score) in enumerate(pairs[row * count : (row + 1) * count]):

@@ -132,7 +132,7 @@ LIMITS = {
     "lines of contrib": 1201,
     "lines of train": 7617,
     "lines of lab": 6772,
-    "lines of serve": 3665,
+    "lines of serve": 3676,
     "lines of scripts": 2971,
     "lines of C++": 4000,
     "chain of imports": 23,

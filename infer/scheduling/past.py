@@ -69,8 +69,8 @@ class Past(ReadState):
         """A past of its own for each of `rows` rows: the first `length` positions of this one."""
         assert self.cache.lengths is not None
         places = torch.zeros(rows, dtype=torch.long, device=self.cache.lengths.device)
-        parts = {"cache": chosen(self.cache, places), "session": chosen(self.session, places)}
-        copy = replace(self, **parts)
+        cache, session = chosen(self.cache, places), chosen(self.session, places)
+        copy = replace(self, cache=cache, session=session)
         copy.cut(length)
         for cache in copy.caches:
             cache.untrim()

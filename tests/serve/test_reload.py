@@ -139,8 +139,8 @@ def test_the_source_of_answers_is_made_once_where_they_are_recorded(tmp_path, mo
     assert not made
     path = tmp_path / "answers.jsonl"
     serve_and_record(path, [(COMPLETIONS, body)])
-    said = [row.messages[0]["content"] for row in read_conversations(path)]
-    assert len(made) == 2 and sorted(said) == 3 * ["abc"] + 3 * ["de"]
+    texts = [row.messages[0]["content"] for row in read_conversations(path)]
+    assert len(made) == 2 and sorted(texts) == 3 * ["abc"] + 3 * ["de"]
 
 
 def test_an_answer_that_went_on_after_its_end_is_recorded_up_to_it(tmp_path: Path) -> None:

@@ -240,10 +240,12 @@ def test_a_short_answer_waits_little_behind_forty_long_ones_of_another(others) -
 
 
 def test_one_clients_forms_do_not_hold_up_anothers(decoder, monkeypatch) -> None:
-    begun: list[str] = []
+    begun, both = list[str](), threading.Barrier(2)
 
     def refused(_: JsonGrammars, form: Any) -> Any:
         begun.append(str(form))
+        if len(begun) <= 2:  # one at its own place, and one at that which is left for others
+            both.wait(10)
         raise ApiError(400, "hard")
 
     monkeypatch.setattr(JsonGrammars, "compiled", refused)
@@ -251,8 +253,8 @@ def test_one_clients_forms_do_not_hold_up_anothers(decoder, monkeypatch) -> None
     with TestClient(app) as client:
         line = app.state.server.forming
 
-        def ask(said: str, address: str) -> asyncio.Task[list[int]]:
-            body, stays = {**SHORT, "guided_regex": said}, asyncio.Event()
+        def ask(regex: str, address: str) -> asyncio.Task[list[int]]:
+            body, stays = {**SHORT, "guided_regex": regex}, asyncio.Event()
             return asyncio.create_task(asked(app, COMPLETIONS, body, stays.wait, address))
 
         async def ask_all() -> None:

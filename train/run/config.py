@@ -141,8 +141,8 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), present: bool = F
     family = str(given.pop("head.family", Given(DEFAULT_FAMILY, "")).value)
     of_head = {name: value for name, value in given.items() if name.startswith("head.")}
     others = {name: value for name, value in given.items() if name not in of_head}
-    is_near = [difflib.get_close_matches(name, names_in(SECTIONS), 1, MISSPELT) for name in others]
-    check_names(*((others, SECTIONS) if all(is_near) else (given, all_sections(family))))
+    near = (difflib.get_close_matches(name, names_in(SECTIONS), 1, MISSPELT) for name in others)
+    check_names(others, SECTIONS if all(near) else all_sections(family))
     built = {name: build_section(name, cls, given, path) for name, cls in SECTIONS.items()}
     if present:
         refuse_missing(built["target"], built["data"], path)
