@@ -11,7 +11,7 @@
 namespace {
 constexpr int GROUP = 32, SUPER = 8;  // values of a group, and groups that share a factor
 constexpr int LINE = 64;              // bytes
-constexpr int FETCHED_AHEAD = 8192;   // bytes, for which memory is asked while others are multiplied
+constexpr int FETCHED_AHEAD = 8192;   // bytes after those that are multiplied, which memory is asked for
 
 // A form of blocks. Packed for 32 columns, a line with its number, and with those of all forms of the
 // weights as bits, is followed by its groups: the lower
@@ -31,7 +31,7 @@ struct Form {
     // Bytes of a block of a file.
     static constexpr int64_t RAW = !S ? 2 * (1 + M) + 4 * B : 32 * B + (M ? 16 : 18);
 
-    static int64_t bytes(int64_t groups) {
+    static constexpr int64_t bytes(int64_t groups) {
         return LINE + groups * (SCALES + NUMBERS) + groups / SUPER * HEAD;
     }
 };
@@ -162,42 +162,37 @@ inline words number(const uint8_t* from, int i) {
 }
 
 // sums[r][c] + the products of COUNT fours of each of R rows with those of TOGETHER registers of
-// columns, which are numbers of so many bits: column(c, i) and row(r)
+// columns, which are numbers of so many bits: column(c, i) and row(r). Without DOTS those of eight bits
+// are multiplied less 128, so with their signs.
 template <int BITS, int COUNT, int R, typename C, typename F>
 inline void add_columns(ints (*sums)[TOGETHER], const C& column, const F& row) {
-#ifdef DRAFTHEAD_DOTS
-    c10::ForcedUnroll<COUNT>{}([&](auto i) INLINE {
-        words columns[TOGETHER];
-        c10::ForcedUnroll<TOGETHER>{}([&](auto c) INLINE { columns[c] = column(c, i()); });
-        c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            const ints four = fours_of(row(r) + i * 4);
-            c10::ForcedUnroll<TOGETHER>{}([&](auto c) INLINE {
-                sums[r][c] = add_dots(sums[r][c], columns[c], four);
+    if constexpr (DOTS || BITS == 8) {
+        c10::ForcedUnroll<COUNT>{}([&](auto i) INLINE {
+            words columns[TOGETHER];
+            c10::ForcedUnroll<TOGETHER>{}([&](auto c) INLINE { columns[c] = column(c, i()); });
+            c10::ForcedUnroll<R>{}([&](auto r) INLINE {
+                const ints four = fours_of(row(r) + i * 4);
+                c10::ForcedUnroll<TOGETHER>{}([&](auto c) INLINE {
+                    sums[r][c] = add_dots(sums[r][c], columns[c], four);
+                });
             });
         });
-    });
-#else
-    // Sums of two products have 16 bits, and so have those of as many of these as are added here.
-    // Numbers of eight bits are multiplied by halves.
-    constexpr int ADDED = BITS == 5 ? 4 : BITS == 6 ? 2 : 8, HALVES = BITS == 8 ? 2 : 1;
-    const auto lower = words{} + 0x0f0f0f0f0f0f0f0fu;
-    c10::ForcedUnroll<TOGETHER * COUNT / ADDED * HALVES>{}([&](auto part) INLINE {
-        constexpr int c = part / (COUNT / ADDED * HALVES), half = part % HALVES;
-        constexpr int first = part / HALVES % (COUNT / ADDED) * ADDED;
-        words columns[ADDED];
-        c10::ForcedUnroll<ADDED>{}([&](auto i) INLINE {
-            columns[i] = column(c, first + i);
-            if constexpr (BITS == 8) columns[i] = columns[i] >> half * 4 & lower;
+    } else {
+        // Sums of two products have 16 bits, and so have those of as many of these as are added here.
+        constexpr int ADDED = BITS == 5 ? 4 : BITS == 6 ? 2 : 8;
+        c10::ForcedUnroll<TOGETHER * COUNT / ADDED>{}([&](auto part) INLINE {
+            constexpr int c = part / (COUNT / ADDED), first = part % (COUNT / ADDED) * ADDED;
+            words columns[ADDED];
+            c10::ForcedUnroll<ADDED>{}([&](auto i) INLINE { columns[i] = column(c, first + i); });
+            for (int r = 0; r < R; ++r) {
+                ints pairs = {};
+                c10::ForcedUnroll<ADDED>{}([&](auto i) INLINE {
+                    pairs = add_pairs(pairs, pairs_of(columns[i], fours_of(row(r) + (first + i) * 4)));
+                });
+                sums[r][c] = add_both(sums[r][c], pairs);
+            }
         });
-        for (int r = 0; r < R; ++r) {
-            ints pairs = {};
-            c10::ForcedUnroll<ADDED>{}([&](auto i) INLINE {
-                pairs = add_pairs(pairs, pairs_of(columns[i], fours_of(row(r) + (first + i) * 4)));
-            });
-            sums[r][c] = add_times(sums[r][c], pairs, half ? 16 : 1);
-        }
-    });
-#endif
+    }
 }
 
 // A block of 32 columns of a form, from one group to the next.
@@ -243,9 +238,8 @@ inline void add_group(floats (*sums)[TOGETHER], const InputGroup* x, const Place
     c10::ForcedUnroll<Form::PARTS>{}([&](auto part) INLINE {
         ints whole[R][TOGETHER];
         c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-            for (auto& sum : whole[r]) {
-                sum = whole_of(Form::HAS_MINIMA ? 0 : x[r].starts[Form::START + part]);
-            }
+            constexpr bool FROM_0 = !Form::HAS_MINIMA && (DOTS || Form::BITS != 8);
+            for (auto& sum : whole[r]) sum = whole_of(FROM_0 ? x[r].starts[Form::START + part] : 0);
         });
         add_columns<Form::BITS, COUNT, R>(
             whole, [&](int c, int i) INLINE { return at.number(column + c * LANES, part * COUNT + i); },
@@ -290,10 +284,12 @@ inline void subtract_minima(floats (*sums)[TOGETHER], const InputSums* x, const 
 
 // totals[r] + the products of R rows from `row` on with up to eight groups of 32 columns. What is added
 // up stays in registers until their end; the numbers of columns are unpacked for each R rows again, for
-// which a processor finds the time beside products.
+// which a processor finds the time beside products. Beside each group of TOGETHER registers memory is
+// asked for so many lines: for all of them at once it would keep the products waiting.
 template <int R, typename Form>
 void add_groups(floats (*totals)[32 / LANES], const BlockRows& x, int64_t row, Place<Form> from,
-                int64_t end) {
+                int64_t end, int lines) {
+    const uint8_t* fetched = from.own + FETCHED_AHEAD;
     const InputGroup* groups = Form::IS_SUPER ? x.of_super : x.groups;
     for (int column = 0; column < 32; column += TOGETHER * LANES) {
         floats sums[R][TOGETHER] = {};
@@ -305,6 +301,7 @@ void add_groups(floats (*totals)[32 / LANES], const BlockRows& x, int64_t row, P
         }
         Place<Form> at = from;
         for (; at.group < end; ++at.group, at.own += Form::SCALES + Form::NUMBERS) {
+            for (int i = 0; i < lines; ++i, fetched += LINE) _mm_prefetch((const char*)fetched, _MM_HINT_T1);
             add_group<R>(sums, groups + at.group * x.rows + row, at, column);
         }
         if constexpr (Form::IS_SUPER && Form::HAS_MINIMA) {
@@ -334,18 +331,16 @@ void multiply_form(Form, int count, const BlockRows& x, int64_t row, const uint8
     constexpr decltype(&add_groups<1, Form>) ADD[TILE] = {add_groups<1, Form>, add_groups<2, Form>,
                                                       add_groups<3, Form>, add_groups<4, Form>,
                                                       add_groups<5, Form>, add_groups<6, Form>};
-    const uint8_t* fetched = block;
+    constexpr int64_t STEPS = SUPER * PARTS / TOGETHER, BYTES = Form::bytes(SUPER) - LINE;
+    constexpr int LINES = (BYTES / LINE + STEPS - 1) / STEPS;  // that a step asks for
     for (Place<Form> at(block); at.group < groups;) {
         const int64_t end = std::min<int64_t>(at.group + SUPER, groups);
         Place<Form> after = at;
         while (after.group < end) after.next();
-        for (; fetched < after.own; fetched += LINE) {
-            _mm_prefetch((const char*)fetched + FETCHED_AHEAD, _MM_HINT_T1);
-        }
         const int parts = (count + TILE - 1) / TILE;
         for (int part = 0; part < parts; ++part) {
             const int first = count * part / parts, next = count * (part + 1) / parts;
-            ADD[next - first - 1](totals + first, x, row + first, at, end);
+            ADD[next - first - 1](totals + first, x, row + first, at, end, part ? 0 : LINES);
         }
         at = after;
     }

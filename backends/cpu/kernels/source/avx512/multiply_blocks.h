@@ -40,17 +40,29 @@ inline __m512i fours_of(const int8_t* x) {
     return _mm512_set1_epi32(four);
 }
 #ifdef __AVX512VNNI__
-#define DRAFTHEAD_DOTS  // one instruction multiplies fours and adds them up
+constexpr bool DOTS = true;  // one instruction multiplies fours and adds them up
 inline __m512i add_dots(__m512i sums, words columns, __m512i fours) {
     return _mm512_dpbusd_epi32(sums, (__m512i)columns, fours);
+}
+#else
+constexpr bool DOTS = false;
+// Of numbers less 128: sums of two products, of up to 128 and 127, have 16 bits.
+inline __m512i add_dots(__m512i sums, words columns, __m512i fours) {
+    const __m512i numbers = _mm512_xor_si512((__m512i)columns, _mm512_set1_epi8(-128));
+    const __m512i signed_fours = _mm512_mask_sub_epi8(fours, _mm512_movepi8_mask(numbers),
+                                                      _mm512_setzero_si512(), fours);
+    const __m512i twos = _mm512_maddubs_epi16(_mm512_abs_epi8(numbers), signed_fours);
+    sums = _mm512_add_epi32(sums, _mm512_madd_epi16(twos, _mm512_set1_epi16(1)));
+    asm volatile("" : "+v"(sums));  // one after the other, or the compiler runs out of registers
+    return sums;
 }
 #endif
 inline __m512i pairs_of(words columns, __m512i fours) {
     return _mm512_maddubs_epi16((__m512i)columns, fours);
 }
 inline __m512i add_pairs(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
-inline __m512i add_times(__m512i sums, __m512i pairs, int factor) {
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(factor)));
+inline __m512i add_both(__m512i sums, __m512i pairs) {
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 }  // namespace
 #endif
