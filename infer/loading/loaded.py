@@ -162,15 +162,15 @@ def named_draft(given: object) -> NamedDraft:
     if isinstance(given, str) and name in DRAFTERS and (colon or not DRAFTERS[name].argument):
         if bool(argument) != bool(DRAFTERS[name].argument):
             raise UserError(f"{given!r} is not a drafter: choose one of {kinds_listed()}")
-        plain_path(path_of(given) or Path())
+        if (path := path_of(given)) is not None:
+            plain_path(path)
         return NamedDraft(name, argument)
     return NamedDraft(kind_of_path(Path(given)), str(given))
 
 
 def kinds_listed() -> str:
     """The names of all kinds of drafters, with what follows them."""
-    kinds = {name: DRAFTERS[name].argument for name in DRAFTERS}
-    listed = [f"{name}:{what}" if what else name for name, what in kinds.items()]
+    listed = [":".join(filter(None, (name, DRAFTERS[name].argument))) for name in DRAFTERS]
     return ", ".join([*listed, *SHIPPED_HEADS])
 
 

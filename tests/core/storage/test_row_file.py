@@ -258,6 +258,15 @@ OPENS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("draft", ["lookup", "answers", "mtp", "layers:0", *SHIPPED_HEADS])
+def test_a_draft_without_a_path_reads_nothing_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    within(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert named_draft(draft)
+
+
 @pytest.mark.parametrize("opens", OPENS)
 @pytest.mark.parametrize("strange", STRANGE)
 def test_what_is_neither_file_nor_folder_is_refused(tmp_path, strange, opens) -> None:
