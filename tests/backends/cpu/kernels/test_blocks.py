@@ -69,6 +69,22 @@ def test_kernels_give_the_bits_of_the_product_in_any_number_of_rows(kind, column
 
 
 @needs_kernels
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_numbers_overflow_no_sum(kind, byte) -> None:
+    """Of weights, and of inputs that become 127 and -127: at first sums have 16 bits."""
+    blocks = blocks_of(kind, 32, 256)
+    each = KINDS[kind].bytes
+    scales = {"Q4_1": 4, "Q4_K": 4, "Q5_K": 4, "Q6_K": 0}.get(kind, 2)  # bytes before the numbers
+    numbers = slice(scales, 192 if kind == "Q6_K" else each)
+    blocks.raw.unflatten(1, (-1, each))[..., numbers] = byte
+    x = torch.ones(3, 256).bfloat16()
+    x[1], x[2, ::2] = -1, -1
+    found = torch.ops.drafthead.linear(x, packing.pack_blocks([blocks]), 32, None)
+    assert torch.equal(found, product(x, blocks, None))
+
+
+@needs_kernels
 def test_matrices_of_several_kinds_are_multiplied_as_one() -> None:
     parts = [blocks_of(kind, 64, 512) for kind in KINDS]
     x, packed = inputs(512, 3), packing.pack_blocks(parts)

@@ -39,6 +39,13 @@ inline __m256i fours_of(const int8_t* x) {
     std::memcpy(&four, x, sizeof(four));
     return _mm256_set1_epi32(four);
 }
+inline __m256i pairs_of(words columns, __m256i fours) {
+    return _mm256_maddubs_epi16((__m256i)columns, fours);
+}
+inline __m256i add_pairs(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
+inline __m256i add_both(__m256i sums, __m256i pairs) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
 #ifdef __AVXVNNI__
 constexpr bool DOTS = true;  // one instruction multiplies fours and adds them up
 inline __m256i add_dots(__m256i sums, words columns, __m256i fours) {
@@ -50,18 +57,10 @@ constexpr bool DOTS = false;
 inline __m256i add_dots(__m256i sums, words columns, __m256i fours) {
     const __m256i numbers = _mm256_xor_si256((__m256i)columns, _mm256_set1_epi8(-128));
     const __m256i signed_fours = _mm256_sign_epi8(fours, numbers);
-    const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), signed_fours);
-    sums = _mm256_add_epi32(sums, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+    sums = add_both(sums, pairs_of((words)_mm256_abs_epi8(numbers), signed_fours));
     asm volatile("" : "+x"(sums));  // one after the other, or the compiler runs out of registers
     return sums;
 }
 #endif
-inline __m256i pairs_of(words columns, __m256i fours) {
-    return _mm256_maddubs_epi16((__m256i)columns, fours);
-}
-inline __m256i add_pairs(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
-inline __m256i add_both(__m256i sums, __m256i pairs) {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
 }  // namespace
 #endif

@@ -39,6 +39,13 @@ inline __m512i fours_of(const int8_t* x) {
     std::memcpy(&four, x, sizeof(four));
     return _mm512_set1_epi32(four);
 }
+inline __m512i pairs_of(words columns, __m512i fours) {
+    return _mm512_maddubs_epi16((__m512i)columns, fours);
+}
+inline __m512i add_pairs(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
+inline __m512i add_both(__m512i sums, __m512i pairs) {
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
 #ifdef __AVX512VNNI__
 constexpr bool DOTS = true;  // one instruction multiplies fours and adds them up
 inline __m512i add_dots(__m512i sums, words columns, __m512i fours) {
@@ -51,18 +58,10 @@ inline __m512i add_dots(__m512i sums, words columns, __m512i fours) {
     const __m512i numbers = _mm512_xor_si512((__m512i)columns, _mm512_set1_epi8(-128));
     const __m512i signed_fours = _mm512_mask_sub_epi8(fours, _mm512_movepi8_mask(numbers),
                                                       _mm512_setzero_si512(), fours);
-    const __m512i twos = _mm512_maddubs_epi16(_mm512_abs_epi8(numbers), signed_fours);
-    sums = _mm512_add_epi32(sums, _mm512_madd_epi16(twos, _mm512_set1_epi16(1)));
+    sums = add_both(sums, pairs_of((words)_mm512_abs_epi8(numbers), signed_fours));
     asm volatile("" : "+v"(sums));  // one after the other, or the compiler runs out of registers
     return sums;
 }
 #endif
-inline __m512i pairs_of(words columns, __m512i fours) {
-    return _mm512_maddubs_epi16((__m512i)columns, fours);
-}
-inline __m512i add_pairs(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
-inline __m512i add_both(__m512i sums, __m512i pairs) {
-    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-}
 }  // namespace
 #endif
