@@ -2,8 +2,7 @@
 
 A block holds whole numbers with a scale for each group of them, some with a minimum: a weight is
 scale * number - minimum. Products round their inputs to eight bits as well, with a scale for each
-block, so the sums within a group are exact, and groups and blocks are added in one order: a row's
-product depends on that row alone.
+block: sums within one are exact, blocks are added in order, and no row depends on another.
 """
 
 from collections.abc import Callable
@@ -24,6 +23,7 @@ class Parts(NamedTuple):
     numbers: torch.Tensor  # [..., K] int8
     scales: torch.Tensor  # [..., K / group] float32
     minima: torch.Tensor | None = None  # as scales
+    factors: torch.Tensor | None = None  # [..., K / block] float32: scales are whole multiples
 
 
 class Kind(NamedTuple):
@@ -67,8 +67,8 @@ def q8_0(raw: torch.Tensor) -> Parts:
     return Parts(raw[..., 2:].view(torch.int8), halves(raw[..., :2]))
 
 
-def k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima [..., 8] of blocks [..., 16] that begin with a factor of either.
+def k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales and minima [..., 8] of blocks [..., 16], and the scales' factors [..., 1].
 
     Of the six bits of scales 4 to 7, the upper two are those of the bytes of 0 to 3.
     """
@@ -77,7 +77,7 @@ def k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     upper = first >> 2 & 48
     scales = torch.cat([first[..., :4] & 63, last & 15 | upper[..., :4]], dim=-1)
     minima = torch.cat([first[..., 4:] & 63, last >> 4 | upper[..., 4:]], dim=-1)
-    return factors[..., :1] * scales, factors[..., 1:] * minima
+    return factors[..., :1] * scales, factors[..., 1:] * minima, factors[..., :1]
 
 
 def q4_k(raw: torch.Tensor) -> Parts:
@@ -94,7 +94,8 @@ def q5_k(raw: torch.Tensor) -> Parts:
 def q6_k(raw: torch.Tensor) -> Parts:
     """Parts of Q6_K [..., 210]: lower four bits, upper two, 16 scales, and their factor."""
     numbers = bits_of(raw[..., :128], 4, 64) | bits_of(raw[..., 128:192], 2, 32) << 4
-    return Parts(numbers.char() - 32, halves(raw[..., 208:]) * raw[..., 192:208].view(torch.int8))
+    factors = halves(raw[..., 208:])
+    return Parts(numbers.char() - 32, factors * raw[..., 192:208].view(torch.int8), None, factors)
 
 
 KINDS = {
@@ -155,13 +156,11 @@ class Blocks:
         """The contents of some rows' blocks: numbers [..., K], and scales and minima of groups."""
         kind = KINDS[self.kind]
         found = kind.parts(self.raw[rows].unflatten(-1, (-1, kind.bytes)))
-        numbers, scales, minima = found
-        flat = None if minima is None else minima.flatten(-2)
-        return Parts(numbers.flatten(-2), scales.flatten(-2), flat)
+        return Parts._make(part if part is None else part.flatten(-2) for part in found)
 
     def rows(self, ids: torch.Tensor | slice) -> torch.Tensor:
         """Rows [..., K] in float32, as of embeddings: `ids` [...]."""
-        numbers, scales, minima = self.parts(ids)
+        numbers, scales, minima, _ = self.parts(ids)
         groups = numbers.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
         return (groups if minima is None else groups - minima[..., None]).flatten(-2)
 
@@ -188,20 +187,21 @@ def product(
 ) -> torch.Tensor:
     """x weight^T + bias [..., N], in the type of x: with the bits that kernels give."""
     inputs, their = rounded(x.flatten(0, -2), KINDS[blocks.kind].values)
-    numbers, scales, minima = blocks.parts()
-    size = numbers.shape[1] // scales.shape[1]
+    numbers, scales, minima, given = blocks.parts()
+    factors = scales if given is None else given
+    size, of_block = numbers.shape[1] // scales.shape[1], scales.shape[1] // factors.shape[1]
+    multiples = (scales / factors.repeat_interleave(of_block, 1)).nan_to_num(0)  # of a factor 0
     groups = list(zip(inputs.split(size, dim=1), numbers.float().split(size, dim=1), strict=True))
-    found = x.new_zeros(len(inputs), len(numbers), dtype=torch.float32)
-    found += 0 if bias is None else bias.float()
-    of_block = len(groups) // their.shape[1]
+    found = (x.new_zeros(len(numbers)) if bias is None else bias).float().expand(len(inputs), -1)
     for block, scale in enumerate(their.split(1, dim=1)):
-        total, taken = torch.zeros_like(found), torch.zeros_like(found, dtype=torch.float64)
-        for group in range(block * of_block, (block + 1) * of_block):
+        whole = taken = torch.zeros_like(found, dtype=torch.float64)
+        for group in range(block * of_block, (block + 1) * of_block):  # these sums are exact
             some, columns = groups[group]
-            total = multiply_add(some @ columns.T, scales[:, group], total)
-            if minima is not None:  # their sum in a block is exact
-                taken += some.sum(-1, keepdim=True).double() * minima[:, group].double()
-        found = multiply_add((total.double() - taken).float(), scale, found)
+            whole = whole + (some @ columns.T).double() * multiples[:, group].double()
+            if minima is not None:
+                taken = taken + some.sum(-1, keepdim=True).double() * minima[:, group].double()
+        total = (whole.float() * factors[:, block]).double() - taken
+        found = multiply_add(total.float(), scale, found)
     return found.unflatten(0, x.shape[:-1]).to(x.dtype)
 
 

@@ -39,7 +39,7 @@ from drafthead.infer.verifiers import Verifier, rule_of_rows
 logger = logging.getLogger(__name__)
 
 # Goes up when steps change or their costs are stored in another way: older files are not read.
-COSTS_VERSION = 10
+COSTS_VERSION = 11
 # Change of the logarithm of a size's cost, in plain steps, that is worth writing to disk.
 NOTICEABLE = math.log(1.1)
 MOST_PLANS = 64  # of all kinds and temperatures

@@ -102,20 +102,34 @@ struct BlockRows {
     static constexpr int MOST = 64;  // that are multiplied together
     InputGroup *groups, *of_super;
     InputSums* sums;
+    int8_t* for_tiles;  // numbers of two groups of_super of each row, one after the other
     int64_t rows, inner;
 
     BlockRows(const at::BFloat16* x, const at::BFloat16* packed, int64_t rows, int64_t inner, int threads)
         : rows(rows), inner(inner) {
         static thread_local std::vector<InputGroup> memory;
         static thread_local std::vector<InputSums> memory_of_sums;
+        static thread_local std::vector<int8_t> memory_for_tiles;
         const int64_t count = rows * inner / GROUP;
-        if (int64_t(memory.size()) < 2 * count) memory.resize(2 * count);
-        if (int64_t(memory_of_sums.size()) * SUPER < count) memory_of_sums.resize(count / SUPER + 1);
-        groups = memory.data();
+        // Tiles read some beyond.
+        groups = first_of(memory, 2 * count + MOST);
         of_super = groups + count;
-        sums = memory_of_sums.data();
+        sums = first_of(memory_of_sums, count / SUPER + MOST);
+        for_tiles = TILES ? first_of(memory_for_tiles, (count + MOST) * GROUP) : nullptr;
         const int forms = reinterpret_cast<const uint8_t*>(packed)[1];
         fill(x, forms & OTHERS, forms & ~OTHERS, threads);
+    }
+
+    template <typename T>
+    static T* first_of(std::vector<T>& memory, int64_t size) {
+        if (int64_t(memory.size()) < size) memory.resize(size);
+        return memory.data();
+    }
+
+    // A group of a row, whose values share scales as those of the form's weights do.
+    template <typename Form>
+    const InputGroup* of(int64_t group, int64_t row) const {
+        return (Form::IS_SUPER ? of_super : groups) + group * rows + row;
     }
 
     void fill(const at::BFloat16* x, bool by_group, bool by_super, int threads) {
@@ -130,8 +144,12 @@ struct BlockRows {
                 const float largest = largest_in(row + k, WIDE);
                 auto& its = sums[k / WIDE * rows + r];
                 for (int i = 0; i < SUPER; ++i) {
-                    const int sum = round_group(row + k + i * GROUP, largest,
-                                                of_super[(k / GROUP + i) * rows + r]);
+                    InputGroup& group = of_super[(k / GROUP + i) * rows + r];
+                    const int sum = round_group(row + k + i * GROUP, largest, group);
+                    if constexpr (TILES) {
+                        const int64_t pair = (k / GROUP + i) / 2 * rows + r;
+                        std::memcpy(for_tiles + (2 * pair + i % 2) * GROUP, group.numbers, GROUP);
+                    }
                     its.upper[i] = sum >> 7;
                     its.lower[i] = sum & 127;
                 }
@@ -211,13 +229,16 @@ struct Place {
     }
 
     // Of LANES columns
-    floats scale(int part, int column) const {
-        if constexpr (!Form::IS_SUPER) return from_halves(own + 2 * column);
-        const int number = group % SUPER * Form::PARTS + part;
-        const uint8_t* whole = head + Form::FACTORS + number * 32 + column;
-        const floats factor = from_halves(head + 2 * column);
-        return factor * (Form::HAS_MINIMA ? from_bytes(whole) : from_signed(whole));
+    auto scale(int part, int column) const {
+        if constexpr (Form::IS_SUPER) {
+            const int number = group % SUPER * Form::PARTS + part;
+            const uint8_t* whole = head + Form::FACTORS + number * 32 + column;
+            return Form::HAS_MINIMA ? from_bytes(whole) : from_signed(whole);
+        } else {
+            return from_halves(own + 2 * column);
+        }
     }
+    floats factor(int column) const { return from_halves(head + 2 * column); }  // of eight groups
     words number(int column, int i) const {
         return ::number<Form::BITS>(own + Form::SCALES + column * 4, i);
     }
@@ -231,9 +252,13 @@ struct Place {
     }
 };
 
+// What products with a group are added up to: whole numbers where groups share a factor.
+template <typename Form>
+using Sum = decltype(std::declval<Place<Form>>().scale(0, 0));
+
 // sums[r][c] + the products of R rows with a group of TOGETHER registers of columns from `column` on
 template <int R, typename Form>
-inline void add_group(floats (*sums)[TOGETHER], const InputGroup* x, const Place<Form>& at, int column) {
+inline void add_group(Sum<Form> (*sums)[TOGETHER], const InputGroup* x, const Place<Form>& at, int column) {
     constexpr int COUNT = 8 / Form::PARTS;
     c10::ForcedUnroll<Form::PARTS>{}([&](auto part) INLINE {
         ints whole[R][TOGETHER];
@@ -245,13 +270,12 @@ inline void add_group(floats (*sums)[TOGETHER], const InputGroup* x, const Place
             whole, [&](int c, int i) INLINE { return at.number(column + c * LANES, part * COUNT + i); },
             [&](int r) INLINE { return x[r].numbers + part * COUNT * 4; });
         c10::ForcedUnroll<TOGETHER>{}([&](auto c) INLINE {
-            const floats scale = at.scale(part, column + c * LANES);
+            const auto scale = at.scale(part, column + c * LANES);
             c10::ForcedUnroll<R>{}([&](auto r) INLINE {
-                const floats found = to_floats(whole[r][c]);
                 if constexpr (Form::IS_SUPER) {
-                    sums[r][c] = multiply_add(found, scale, sums[r][c]);
+                    sums[r][c] = add_times(sums[r][c], whole[r][c], scale);
                 } else {
-                    floats own = found * scale;
+                    floats own = to_floats(whole[r][c]) * scale;
                     if constexpr (Form::HAS_MINIMA) {
                         const floats minimum = -at.own_minimum(column + c * LANES);
                         own = multiply_add(minimum, all_of(x[r].sum), own);
@@ -282,6 +306,29 @@ inline void subtract_minima(floats (*sums)[TOGETHER], const InputSums* x, const 
     }
 }
 
+// totals[r] + the products of R rows with eight groups that share factors, from the sums of their
+// numbers.
+template <int R, typename Form>
+inline void add_super(floats (*totals)[32 / LANES], const Sum<Form> (*whole)[TOGETHER], const BlockRows& x,
+                      int64_t row, const Place<Form>& from, int column) {
+    floats sums[R][TOGETHER];
+    for (int c = 0; c < TOGETHER; ++c) {
+        for (int r = 0; r < R; ++r) {
+            sums[r][c] = to_floats(whole[r][c]) * from.factor(column + c * LANES);
+        }
+    }
+    if constexpr (Form::HAS_MINIMA) {
+        subtract_minima<R>(sums, x.sums + from.group / SUPER * x.rows + row, from, column);
+    }
+    for (int r = 0; r < R; ++r) {
+        const floats scale = all_of(x.of<Form>(from.group, row + r)->scale);
+        for (int c = 0; c < TOGETHER; ++c) {
+            floats& total = totals[r][column / LANES + c];
+            total = multiply_add(sums[r][c], scale, total);
+        }
+    }
+}
+
 // totals[r] + the products of R rows from `row` on with up to eight groups of 32 columns. What is added
 // up stays in registers until their end; the numbers of columns are unpacked for each R rows again, for
 // which a processor finds the time beside products. Beside each group of TOGETHER registers memory is
@@ -290,9 +337,8 @@ template <int R, typename Form>
 void add_groups(floats (*totals)[32 / LANES], const BlockRows& x, int64_t row, Place<Form> from,
                 int64_t end, int lines) {
     const uint8_t* fetched = from.own + FETCHED_AHEAD;
-    const InputGroup* groups = Form::IS_SUPER ? x.of_super : x.groups;
     for (int column = 0; column < 32; column += TOGETHER * LANES) {
-        floats sums[R][TOGETHER] = {};
+        Sum<Form> sums[R][TOGETHER] = {};
         auto total = [&](int r, int c) INLINE -> floats& { return totals[r][column / LANES + c]; };
         if constexpr (!Form::IS_SUPER) {
             for (int r = 0; r < R; ++r) {
@@ -302,20 +348,22 @@ void add_groups(floats (*totals)[32 / LANES], const BlockRows& x, int64_t row, P
         Place<Form> at = from;
         for (; at.group < end; ++at.group, at.own += Form::SCALES + Form::NUMBERS) {
             for (int i = 0; i < lines; ++i, fetched += LINE) _mm_prefetch((const char*)fetched, _MM_HINT_T1);
-            add_group<R>(sums, groups + at.group * x.rows + row, at, column);
+            add_group<R>(sums, x.of<Form>(at.group, row), at, column);
         }
-        if constexpr (Form::IS_SUPER && Form::HAS_MINIMA) {
-            subtract_minima<R>(sums, x.sums + from.group / SUPER * x.rows + row, from, column);
-        }
-        for (int r = 0; r < R; ++r) {
-            const floats scale = all_of(groups[from.group * x.rows + row + r].scale);
-            for (int c = 0; c < TOGETHER; ++c) {
-                total(r, c) = Form::IS_SUPER ? multiply_add(sums[r][c], scale, total(r, c)) : sums[r][c];
+        if constexpr (Form::IS_SUPER) {
+            add_super<R>(totals, sums, x, row, from, column);
+        } else {
+            for (int r = 0; r < R; ++r) {
+                for (int c = 0; c < TOGETHER; ++c) total(r, c) = sums[r][c];
             }
         }
     }
 }
 
+}  // namespace
+#include "super_tiles.h"
+
+namespace {
 // out[r][0..31] = x[row + r] . block + bias for `count` rows, of which the first `columns` are stored.
 template <typename Form>
 void multiply_form(Form, int count, const BlockRows& x, int64_t row, const uint8_t* block,
@@ -327,17 +375,19 @@ void multiply_form(Form, int count, const BlockRows& x, int64_t row, const uint8
         for (int r = 0; r < count; ++r) totals[r][c] = start;
     }
     const int64_t groups = x.inner / GROUP;
-    constexpr int TILE = 6;  // rows whose sums fit into registers
-    constexpr decltype(&add_groups<1, Form>) ADD[TILE] = {add_groups<1, Form>, add_groups<2, Form>,
+    constexpr int KEPT = 6;  // rows whose sums fit into registers
+    constexpr decltype(&add_groups<1, Form>) ADD[KEPT] = {add_groups<1, Form>, add_groups<2, Form>,
                                                       add_groups<3, Form>, add_groups<4, Form>,
                                                       add_groups<5, Form>, add_groups<6, Form>};
     constexpr int64_t STEPS = SUPER * PARTS / TOGETHER, BYTES = Form::bytes(SUPER) - LINE;
     constexpr int LINES = (BYTES / LINE + STEPS - 1) / STEPS;  // that a step asks for
-    for (Place<Form> at(block); at.group < groups;) {
+    const bool by_tiles = Form::IS_SUPER && TILES && count > FEW_FOR_TILES;
+    if (by_tiles) add_by_tiles<Form>(totals, count, x, row, block);
+    for (Place<Form> at(block); at.group < groups && !by_tiles;) {
         const int64_t end = std::min<int64_t>(at.group + SUPER, groups);
         Place<Form> after = at;
         while (after.group < end) after.next();
-        const int parts = (count + TILE - 1) / TILE;
+        const int parts = (count + KEPT - 1) / KEPT;
         for (int part = 0; part < parts; ++part) {
             const int first = count * part / parts, next = count * (part + 1) / parts;
             ADD[next - first - 1](totals + first, x, row + first, at, end, part ? 0 : LINES);

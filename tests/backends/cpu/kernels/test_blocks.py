@@ -69,6 +69,16 @@ def test_kernels_give_the_bits_of_the_product_in_any_number_of_rows(kind, column
 
 
 @needs_kernels
+@pytest.mark.parametrize("rows", [1, 17])  # many are multiplied by tiles, where there are any
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_sums_within_blocks_whose_groups_share_a_factor_are_exact(kind, rows) -> None:
+    """Of so many products that sums in float32 would round some another way."""
+    blocks, x = blocks_of(kind, 40_000 // rows, 1024), inputs(1024, rows + 2)[2:]
+    found = torch.ops.drafthead.linear(x, packing.pack_blocks([blocks]), len(blocks.raw), None)
+    assert torch.equal(found, product(x, blocks, None))
+
+
+@needs_kernels
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_numbers_overflow_no_sum(kind, byte) -> None:

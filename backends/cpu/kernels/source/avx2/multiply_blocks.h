@@ -7,19 +7,20 @@
 namespace {
 using words = uint64_t __attribute__((vector_size(32)));
 constexpr int TOGETHER = 1;  // registers of columns, which share the values of a row
+constexpr bool TILES = false;  // many rows are multiplied as few are
 
 inline __m256 all_of(float value) { return _mm256_set1_ps(value); }
 
 inline __m256 from_halves(const uint8_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-inline __m256 from_bytes(const uint8_t* from) {
+inline __m256i from_bytes(const uint8_t* from) {
     const auto bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    return _mm256_cvtepu8_epi32(bytes);
 }
-inline __m256 from_signed(const uint8_t* from) {
+inline __m256i from_signed(const uint8_t* from) {
     const auto bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    return _mm256_cvtepi8_epi32(bytes);
 }
 inline int32_t largest_of(__m256i numbers) {
     auto four = _mm_max_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1));
@@ -31,6 +32,9 @@ inline __m256 multiply_add(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_p
 inline __m256 load_some(const at::BFloat16* from, int count) { return load(from, count); }
 inline void store_some(__m256 values, at::BFloat16* to, int count) { store(values, to, count); }
 
+inline __m256i add_times(__m256i sums, __m256i a, __m256i b) {
+    return _mm256_add_epi32(sums, _mm256_mullo_epi32(a, b));
+}
 inline __m256i whole_of(int value) { return _mm256_set1_epi32(value); }
 inline __m256i times_128(__m256i sums) { return _mm256_slli_epi32(sums, 7); }
 // Four numbers of a row, for all columns.

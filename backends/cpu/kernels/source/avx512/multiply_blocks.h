@@ -7,19 +7,24 @@
 namespace {
 using words = uint64_t __attribute__((vector_size(64)));
 constexpr int TOGETHER = 2;  // registers of columns, which share the values of a row
+#ifdef __AMX_INT8__
+constexpr bool TILES = true;  // many rows are multiplied by tiles
+#else
+constexpr bool TILES = false;
+#endif
 
 inline __m512 all_of(float value) { return _mm512_set1_ps(value); }
 
 inline __m512 from_halves(const uint8_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
-inline __m512 from_bytes(const uint8_t* from) {
+inline __m512i from_bytes(const uint8_t* from) {
     const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+    return _mm512_cvtepu8_epi32(bytes);
 }
-inline __m512 from_signed(const uint8_t* from) {
+inline __m512i from_signed(const uint8_t* from) {
     const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return _mm512_cvtepi8_epi32(bytes);
 }
 inline int32_t largest_of(__m512i numbers) { return _mm512_reduce_max_epi32(numbers); }
 inline __m512 to_floats(__m512i whole) { return _mm512_cvtepi32_ps(whole); }
@@ -31,6 +36,9 @@ inline void store_some(__m512 values, at::BFloat16* to, int count) {
     store(values, to, first(std::max(count, 0)));
 }
 
+inline __m512i add_times(__m512i sums, __m512i a, __m512i b) {
+    return _mm512_add_epi32(sums, _mm512_mullo_epi32(a, b));
+}
 inline __m512i whole_of(int value) { return _mm512_set1_epi32(value); }
 inline __m512i times_128(__m512i sums) { return _mm512_slli_epi32(sums, 7); }
 // Four numbers of a row, for all columns.
