@@ -335,8 +335,7 @@ inline void add_super(floats (*totals)[32 / LANES], const Sum<Form> (*whole)[TOG
 // asked for so many lines: for all of them at once it would keep the products waiting.
 template <int R, typename Form>
 void add_groups(floats (*totals)[32 / LANES], const BlockRows& x, int64_t row, Place<Form> from,
-                int64_t end, int lines) {
-    const uint8_t* fetched = from.own + FETCHED_AHEAD;
+                int64_t end, const uint8_t* fetched, int lines) {
     for (int column = 0; column < 32; column += TOGETHER * LANES) {
         Sum<Form> sums[R][TOGETHER] = {};
         auto total = [&](int r, int c) INLINE -> floats& { return totals[r][column / LANES + c]; };
@@ -390,7 +389,9 @@ void multiply_form(Form, int count, const BlockRows& x, int64_t row, const uint8
         const int parts = (count + KEPT - 1) / KEPT;
         for (int part = 0; part < parts; ++part) {
             const int first = count * part / parts, next = count * (part + 1) / parts;
-            ADD[next - first - 1](totals + first, x, row + first, at, end, part ? 0 : LINES);
+            const int asked = LINES * part / parts, lines = LINES * (part + 1) / parts - asked;
+            const auto* fetched = at.own + FETCHED_AHEAD + asked * STEPS * LINE;
+            ADD[next - first - 1](totals + first, x, row + first, at, end, fetched, lines);
         }
         at = after;
     }

@@ -68,15 +68,16 @@ class SuperTiles {
         written_for_tiles();
     }
 
-    // sums = 16 rows of x, whose values 64 at a time are `pairs` rows apart, times the numbers
-    void multiply(const int8_t* x, int64_t pairs, bool fetches) {
+    // sums = the 16 rows of x of one of so many tiles, times the numbers; its values 64 at a time are
+    // `pairs` rows apart.
+    void multiply(const int8_t* x, int64_t pairs, int tiles) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         for (int k = 0; k < SUPER / 2; ++k, x += pairs * 64) {
             _tile_loadd(4, x, 64);
-            if (fetches) fetch(10);
+            fetch(10 * tiles);
             _tile_loadd(5, numbers[0][0][k * TILE], 64);
             _tile_loadd(6, numbers[0][1][k * TILE], 64);
             if constexpr (Form::HAS_MINIMA) _tile_dpbsud(0, 4, 5);
@@ -107,8 +108,9 @@ class SuperTiles {
              const Place<Form>& at) {
         fetched = at.own + FETCHED_AHEAD;
         unpack(at);
+        const int tiles = (count + TILE - 1) / TILE;
         for (int first = 0; first < count; first += TILE) {
-            multiply(x.for_tiles + (at.group / 2 * x.rows + row + first) * 64, x.rows, first == 0);
+            multiply(x.for_tiles + (at.group / 2 * x.rows + row + first) * 64, x.rows, tiles);
             for (int r = 0; r < TILE && first + r < count; r += READ) {
                 __m512i whole[READ][TOGETHER];
                 c10::ForcedUnroll<READ>{}([&](auto i) INLINE {
@@ -118,7 +120,7 @@ class SuperTiles {
                                                        _mm512_load_si512(sums[c][1][r + i]));
                     }
                 });
-                if (first == 0) fetch(8);
+                fetch(8 * tiles);
                 add_super<READ>(totals + first + r, whole, x, row + first + r, at, 0);
             }
         }
