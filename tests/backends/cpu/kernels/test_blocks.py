@@ -82,16 +82,20 @@ def test_sums_within_blocks_whose_groups_share_a_factor_are_exact(kind, rows) ->
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_numbers_overflow_no_sum(kind, byte) -> None:
-    """Of weights, and of inputs that become 127 and -127: at first sums have 16 bits."""
+    """Of weights, of scales that have eight bits or fewer, and of inputs that become 127 and -127:
+    at first sums have 16 bits, and tiles multiply numbers times scales as bytes.
+    """
     blocks = blocks_of(kind, 32, 256)
     each = KINDS[kind].bytes
-    scales = {"Q4_1": 4, "Q4_K": 4, "Q5_K": 4, "Q6_K": 0}.get(kind, 2)  # bytes before the numbers
-    numbers = slice(scales, 192 if kind == "Q6_K" else each)
+    halves = {"Q4_1": 4, "Q4_K": 4, "Q5_K": 4, "Q6_K": 0}.get(kind, 2)  # bytes before the others
+    numbers = slice(halves, each - 2 if kind == "Q6_K" else each)
     blocks.raw.unflatten(1, (-1, each))[..., numbers] = byte
     x = torch.ones(3, 256).bfloat16()
     x[1], x[2, ::2] = -1, -1
-    found = torch.ops.drafthead.linear(x, packing.pack_blocks([blocks]), 32, None)
-    assert torch.equal(found, product(x, blocks, None))
+    packed = packing.pack_blocks([blocks])
+    for rows in (x, x.repeat(7, 1)):
+        found = torch.ops.drafthead.linear(rows, packed, 32, None)
+        assert torch.equal(found, product(rows, blocks, None))
 
 
 @needs_kernels
